@@ -22,8 +22,9 @@ _RUN_FILE = re.compile(
         (
             re.escape(RUN_MARKER),
             r"config\.yaml|progress\.csv|train\.csv|eval\.csv|eval\.jsonl|vlm_query_log\.csv|result\.json|curve\.png",
-            r"failures\.jsonl|startup\.log|error\.log|wandb_id\.txt|events\.out\.tfevents\.[^/]+",
+            r"failures\.jsonl|messages\.jsonl|startup\.log|error\.log|wandb_id\.txt|events\.out\.tfevents\.[^/]+",
             rf"trajectories/(iteration-\d+\.parquet|images/{_IMAGE})",
+            r"evaluations/iteration-\d+\.parquet",
             r"videos/step\d+_episode\d+_[^/]+\.gif",
             r"traces/iteration-\d+\.jsonl",
             _LABELS,
@@ -34,7 +35,7 @@ _RUN_FILE = re.compile(
     )
 )
 _RUN_FOLDERS = (
-    "adapter", "adapter-ema", "checkpoints", "labels", "serving", "traces", "trajectories", "videos", "weights", "weights-ema",  # noqa: E501
+    "adapter", "adapter-ema", "checkpoints", "evaluations", "labels", "serving", "traces", "trajectories", "videos", "weights", "weights-ema",  # noqa: E501
 )  # fmt: skip
 
 

@@ -444,6 +444,11 @@ class TrajectoryGroup:
         return np.array([trajectory.reward for trajectory in self.trajectories], dtype=np.float64)
 
     @property
+    def recorded(self) -> bool:
+        """Whether its trajectories hold their conversations."""
+        return bool(self.trajectories[0].messages)
+
+    @property
     def oldest_version(self) -> int:
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 

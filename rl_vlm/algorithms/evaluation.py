@@ -22,9 +22,13 @@ def evaluate(algorithm: PolicyAlgorithm) -> dict[str, Any]:
     run_config, started = algorithm.run_config, time.perf_counter()
     with evaluated_weights(algorithm):
         tasks = evaluation_tasks(run_config, algorithm.test_sizes, algorithm.version)
-        if algorithm.sight.needed and run_config.sight.blank_items:
-            tasks += viewed_tasks(tasks, "blank", run_config.sight.blank_items)
+        kept, repeated = run_config.logging.kept_items, run_config.sight.blank_items
+        if algorithm.sight.needed and repeated:
+            tasks += viewed_tasks(tasks, "blank", repeated) + viewed_tasks(tasks, "swapped", repeated)
+        tasks = [replace(task, record=task.index < kept and task.temperature == 0) for task in tasks]
         groups, result = algorithm.rollouts.evaluate(tasks, run_config.evaluation.timeout_s)
+        of_tasks = {task.group_id: task for task in tasks if task.record}
+        algorithm.last_evaluated = [(of_tasks[group.group_id], group) for group in groups if group.group_id in of_tasks]
     algorithm.count_env_runners()
     return {
         **summarize(run_config, tasks, outcomes_of_groups(run_config, tasks, groups), algorithm.env_metrics),

@@ -29,6 +29,7 @@ from rl_vlm.learning.learner import VLMLearner, VLMModule
 from rl_vlm.learning.plan import (
     ScoreBatch,
     Scores,
+    TokenRecord,
     UpdateResult,
     UpdateStats,
     divide,
@@ -48,7 +49,7 @@ from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import EnvRunners
-from rl_vlm.rollout.tasks import TaskStream
+from rl_vlm.rollout.tasks import RolloutTask, TaskStream
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.types import RLVLMError, TrajectoryGroup
@@ -129,6 +130,8 @@ class PolicyAlgorithm(RunAlgorithm):
         self.return_scale = ReturnScale()
         self.last_groups: list[TrajectoryGroup] = []
         self.last_advantages: list[np.ndarray] = []  # float64 [G] per group, the mean over a trajectory's tokens
+        self.last_tokens = TokenRecord()
+        self.last_evaluated: list[tuple[RolloutTask, TrajectoryGroup]] = []  # items that the last evaluation keeps
         self._text: TextSide | None = None
         self._recorded: dict[str, float] = {}  # metrics of the running iteration
         self._publication: dict[str, float] = {}  # metrics of the last publication that was acknowledged
@@ -153,7 +156,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def iterate(self) -> dict[str, float]:
         started = time.perf_counter()
         self._recorded = {}
-        self.last_groups, self.last_advantages = [], []
+        self.last_groups, self.last_advantages, self.last_tokens = [], [], TokenRecord()
         with suppress(LearnersReplacedError):
             self.sample_and_learn()
         if self.run_config.rollout.max_policy_lag and "rollout/tokens" in self._recorded:
@@ -209,6 +212,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self._recorded["reward/zero_advantage_groups"] = without / len(groups)
         self.last_groups = list(groups)
         self.last_advantages = [np.array([float(t.mean()) if len(t) else 0.0 for t in group]) for group in of_groups]
+        self.last_tokens = TokenRecord(estimate.advantages, experience.values)
         if estimate.returns:
             values = flat(experience.values)
             returns = flat({name: estimate.returns[name] for name in experience.values})
@@ -245,10 +249,13 @@ class PolicyAlgorithm(RunAlgorithm):
             lr_factor=factor,
             version=self.version + 1,
             trace=tracing.traceparent(),
+            record=any(group.recorded for group in self.last_groups),
         )
         results: list[UpdateResult] = self._update_learners(batches)
         for result in results:
             tracing.adopt(result.spans)
+            self.last_tokens.logprobs |= result.tokens.logprobs
+            self.last_tokens.entropies |= result.tokens.entropies
         stats = UpdateStats.merge([result.stats for result in results])
         self._recorded |= {**stats.metrics(), "policy/lr": learner.lr * factor}
         return next(result.adapter for result in results if result.adapter is not None)
@@ -297,10 +304,11 @@ class PolicyAlgorithm(RunAlgorithm):
     def count_env_runners(self) -> None:
         self.restarts["env_runner"] = self._earlier_restarts + self.runners.restarts
 
-    def decode(self, token_ids: np.ndarray) -> str:
+    @property
+    def text(self) -> TextSide:
         if self._text is None:
-            self._text = load_text_side(self.service.model.folder)
-        return self._text.codec.decode(token_ids)
+            self._text = load_text_side(self.service.model.folder, self.run_config.model.pixels)
+        return self._text
 
     def progress(self) -> tuple[int, int, int]:
         return self.updates, self.run_config.algorithm.iterations, self.run_config.evaluation.every

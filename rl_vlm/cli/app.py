@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rl_vlm.cli import envs, evaluation, labels, recipes, reference, runs, show, tools
+from rl_vlm.cli import envs, evaluation, labels, recipes, reference, runs, show, tools, view
 from rl_vlm.cli.output import error_report, log_to_stderr, say
 from rl_vlm.waiting import leave
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (runs, show, evaluation, recipes, labels, envs, reference, tools):
+for family in (runs, show, view, evaluation, recipes, labels, envs, reference, tools):
     app.add_typer(family.commands)
 
 

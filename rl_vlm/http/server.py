@@ -12,11 +12,11 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs.address import LOOPBACK, TOKEN_VARIABLE
-from rl_vlm.http.gate import Gate
 from rl_vlm.types import UserInputError
 
 # uvicorn bounds neither how many connections there are nor how long one is silent. A connection is *waiting* while it
@@ -160,7 +160,7 @@ class HTTPServer(uvicorn.Server):
     """Serves one application on one socket until SIGINT or SIGTERM, which is raised again when running requests have
     ended or `drain_s` is over. `ready` is called when it listens."""
 
-    def __init__(self, app: Gate, sock: socket.socket, limits: HTTPSection, ready: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, limits: HTTPSection, ready: Callable[[], None]) -> None:
         self._sock, self._ready = sock, ready
         # h11: unlike httptools it bounds the size of a request's headers.
         connection: Any = partial(Connection, *connection_limits(limits), limits.headers_s)

@@ -172,19 +172,28 @@ class SessionFiles:
     def path(self, number: int) -> Path:
         return self.folder / f"session-{number:06d}.parquet"
 
-    def append(self, examples: Sequence[Any], answers: Sequence[Any], *, step: int, time: float) -> int:
-        """Write one session of environment step `step`; it is on the disk when this returns. Returns its number."""
+    def append(
+        self, examples: Sequence[Any], answers: Sequence[Any], *, step: int, time: float, learned: Sequence[Any] = ()
+    ) -> int:
+        """Write one session of environment step `step`; it is on the disk when this returns. Returns its number.
+        `learned`: the returns of each pair by the reward model before the session, for readers of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         number = len(self) + 1
         rows = []
-        for example, answer in zip(examples, answers, strict=True):
+        for example, answer, before in zip(examples, answers, learned or [None] * len(answers), strict=True):
             row = {"session": number, "step": step, "time": time, **asdict(answer), "text": redact(answer.text)}
+            row["learned"] = before
             for name in ("text", "error"):
                 row[name] = row[name].encode("utf-8", "replace").decode()
             parts = (example,) if isinstance(example, Segment) else (example.first, example.second)
             rows.append(row | {name: self._pack(part) for name, part in zip(self.segments, parts, strict=True)})
         buffer = io.BytesIO()
-        columns = [("session", pa.int64()), ("step", pa.int64()), ("time", pa.float64())]  # seconds since 1970
+        columns = [
+            ("session", pa.int64()),
+            ("step", pa.int64()),
+            ("time", pa.float64()),
+            ("learned", pa.list_(pa.float64())),
+        ]
         schema = pa.schema([*columns, *((name, SEGMENT) for name in self.segments), *self.answers])
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
         write_atomic(self.path(number), buffer.getvalue())

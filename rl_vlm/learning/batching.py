@@ -65,6 +65,7 @@ class MicroBatch:
     old: Tensor | None = None  # log-probabilities of the policy before the first step
     reference: Tensor | None = None  # and of the base model
     values: Tensor | None = None  # and the critic's values
+    entropies: Tensor | None = None  # of the policy in the first epoch
     allowed: tuple[np.ndarray, np.ndarray] | None = None  # by rollout.format, see `allowed_tokens`
     probe: Tensor | None = None  # log-probabilities of a separate pass, which the first ratios are compared with
 

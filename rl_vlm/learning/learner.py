@@ -111,6 +111,8 @@ class VLMLearner(TorchLearner):
                         taken = self.updater.step(self._strategy, micro_batches, norm, result.stats, batch.learn_policy)
                     if taken and decay is not None and batch.learn_policy:
                         move_average(self._average, self.policy.trained.weights(), decay)
+            if batch.record:
+                result.tokens = self.updater.record(packed)
             if self._learner_index in (None, 0):
                 result.adapter = self.policy.payload(batch.version, dtype=self._published_dtype)
         if self._run.serving.vllm.rest_while_learning and self.policy.backbone.device.type == "cuda":

@@ -90,6 +90,17 @@ class Scores:
 
 
 @dataclass(slots=True)
+class TokenRecord:
+    """What a run keeps of each sampled token, by trajectory id: float32 [sampled tokens]. The learner skips
+    trajectories without an advantage, so `logprobs` and `entropies` lack these."""
+
+    advantages: Arrays = field(default_factory=dict)
+    values: Arrays = field(default_factory=dict)  # the critic's, in units of the reward
+    logprobs: Arrays = field(default_factory=dict)  # of the policy before the update
+    entropies: Arrays = field(default_factory=dict)  # nats, where they are measured
+
+
+@dataclass(slots=True)
 class UpdateBatch:
     """One learner's share of one update: its part of every optimiser step, and what all learners agree on."""
 
@@ -104,6 +115,7 @@ class UpdateBatch:
     lr_factor: float = 1.0  # of the schedule
     version: int = 1  # of the adapter that the update makes
     trace: str = ""  # the span that the update belongs to
+    record: bool = False  # answer with the tokens, too
 
 
 @dataclass(slots=True)
@@ -112,6 +124,7 @@ class UpdateResult:
 
     stats: UpdateStats
     adapter: WeightPayload | None = None
+    tokens: TokenRecord = field(default_factory=TokenRecord)
     spans: list[Span] = field(default_factory=list)  # of an update that is traced
 
 

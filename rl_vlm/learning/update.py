@@ -20,7 +20,7 @@ from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.losses import LOSSES, Allowed, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
-from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
+from rl_vlm.learning.plan import Scores, TokenRecord, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.models.families.generic import Backbone
 from rl_vlm.numerics import in_batches
@@ -310,6 +310,14 @@ class PolicyUpdater:
         stats.add({"policy/grad_norm": norm, "policy/optimizer_steps": 1.0})
         return True
 
+    def record(self, packed: Sequence[Sequence[MicroBatch]]) -> TokenRecord:
+        """What the steps on these micro-batches have found out about their tokens."""
+        tokens = TokenRecord()
+        for micro in (micro for micro_batches in packed for micro in micro_batches if micro.counts):
+            for arrays, found in ((tokens.logprobs, micro.old), (tokens.entropies, micro.entropies)):
+                arrays |= {} if found is None else micro.split(found.float().cpu().numpy())
+        return tokens
+
     def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities of the sampled tokens, their entropies where asked for, and the values of a critic that
         shares the policy's hidden states: float32 [N]."""
@@ -383,6 +391,8 @@ class PolicyUpdater:
         new, entropy, values = self.logprobs(micro, self._entropy)
         if micro.old is None:
             micro.old = new.detach()  # further epochs compare with the same old policy
+        if micro.entropies is None and entropy is not None:
+            micro.entropies = entropy.detach()
         old = micro.old
         if micro.probe is not None and len(micro.probe):
             error = float(((new.detach() - micro.probe).exp() - 1).abs().max())

@@ -55,6 +55,9 @@ class ImageLayout(Protocol):
     def num_features(self, width: int, height: int) -> int:
         """How many of them take image features."""
 
+    def token_grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of these features on the image; zeros where they are no grid."""
+
     def positions(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
         """Rotary positions int64 [axes, T] of ids with these images' spans."""
 
@@ -213,6 +216,11 @@ class ImageProcessorSpec:
         return self.num_image_tokens(self.grid_thw(width, height, name))
 
     num_features = count_tokens
+
+    def token_grid(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageLayout."""
+        _, rows, columns = self.grid_thw(width, height)
+        return rows // self.merge_size, columns // self.merge_size
 
     def span(self, width: int, height: int, name: str = "") -> np.ndarray:
         """The placeholder tokens of an image of this size."""

@@ -115,6 +115,7 @@ class ProgressDisplay:
         unit: str = "iteration",
     ) -> None:
         self._console = console or Console()
+        self.keep: Callable[[str], object] = lambda text: None  # is given what `message` tells
         self._clock = clock
         self.total, self._done = total, start
         self._rows, self._unit = rows, unit
@@ -164,7 +165,7 @@ class ProgressDisplay:
             self._printed = now
             facts = [value if name in _NAMELESS else f"{name} {value}" for name, value in self._facts()]
             parts = [f"{self._unit} {iteration}/{self.total}", *facts, self._remaining()]
-            self.message(" | ".join(filter(None, parts)))
+            self.line(" | ".join(filter(None, parts)))
 
     def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
         """Take over the evaluations (entries of eval.jsonl) of a run that is resumed."""
@@ -191,9 +192,14 @@ class ProgressDisplay:
             self._live.refresh()
         elif shown:
             values = ", ".join(f"{_label(name)} {_number(name, value)}" for name, value in shown.items())
-            self.message(f"evaluation at {self._unit} {iteration}: {values}")
+            self.line(f"evaluation at {self._unit} {iteration}: {values}")
 
     def message(self, text: str) -> None:
+        """Tell the user something that is worth keeping with the run."""
+        self.keep(text)
+        self.line(text)
+
+    def line(self, text: str) -> None:
         # Text is printed without markup and emoji; soft_wrap keeps lines whole for log files.
         self._console.print(Text(safe(text)), soft_wrap=self._live is None)
 

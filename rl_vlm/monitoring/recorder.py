@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import io
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,10 @@ import numpy as np
 from rl_vlm import tracing
 from rl_vlm.config import CommonConfig, LoggingSection, PolicyConfig, SFTConfig
 from rl_vlm.files import AppendedFile, append_whole, csv_lines, cut_lines, to_jsonable, whole_lines, write_atomic
-from rl_vlm.monitoring.trajectories import choose_groups, write_trajectories
+from rl_vlm.learning.plan import TokenRecord
+from rl_vlm.models.images import TextSide
+from rl_vlm.monitoring.trajectories import choose_groups, write_evaluation, write_trajectories
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
+IMAGES = "trajectories/images"  # of all episodes that a run keeps
 _LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 
 
@@ -150,7 +155,8 @@ class RunRecorder:
         self._progress = ProgressCsv(folder / "progress.csv", keep_until)
         self._evaluations = AppendedFile(folder / "eval.jsonl")
         cut_lines(self._evaluations.path, lambda line: int(json.loads(line)["iteration"]), keep_until)
-        for written in (*folder.glob("trajectories/iteration-*.parquet"), *folder.glob("traces/iteration-*.jsonl")):
+        dumps = (f"{kind}/iteration-*" for kind in ("trajectories", "evaluations", "traces"))
+        for written in itertools.chain.from_iterable(map(folder.glob, dumps)):
             number = written.stem.removeprefix("iteration-")
             if number.isdecimal() and int(number) > keep_until:
                 written.unlink()
@@ -193,6 +199,12 @@ class RunRecorder:
                 append_whole(self.folder / "failures.jsonl", "".join(lines).encode())
         return fresh
 
+    def log_message(self, iteration: int, text: str) -> None:
+        """Keep what the terminal told the user in `messages.jsonl`."""
+        with self._guard("messages.jsonl"):
+            line = json.dumps(to_jsonable({"iteration": iteration, "time": time.time(), "text": text}))
+            append_whole(self.folder / "messages.jsonl", line.encode() + b"\n")
+
     def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
         """Write an iteration's spans, a line of OTLP JSON, and queue them for the collector, if there is one."""
         if not spans:
@@ -211,16 +223,24 @@ class RunRecorder:
         self,
         iteration: int,
         groups: Sequence[TrajectoryGroup],
-        advantages: Sequence[np.ndarray],
-        decode: Callable[[np.ndarray], str],
+        tokens: TokenRecord,
+        text: TextSide,
     ) -> None:
-        """Keep about `logging.trajectories_per_dump` trajectories (whole groups); `advantages` is [G] each."""
-        folder, logging = self.folder / "trajectories", self._run.logging
+        """Keep about `logging.trajectories_per_dump` trajectories (whole groups)."""
+        logging = self._run.logging
         assert isinstance(logging, LoggingSection)
         chosen = choose_groups(groups, logging.trajectories_per_dump, seed=iteration)
         with self._guard("trajectories"):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_trajectories(folder, iteration, [groups[k] for k in chosen], [advantages[k] for k in chosen], decode)
+            write_trajectories(self.folder / "trajectories", iteration, [groups[k] for k in chosen], tokens, text)
+
+    def dump_evaluation(
+        self, iteration: int, items: Sequence[tuple[RolloutTask, TrajectoryGroup]], text: TextSide
+    ) -> None:
+        """Keep the episodes of held-out items."""
+        assert isinstance(self._run, PolicyConfig)
+        path, images = self.folder / "evaluations" / f"iteration-{iteration:06d}.parquet", self.folder / IMAGES
+        with self._guard("evaluations"):
+            write_evaluation(path, images, iteration, items, self._run.evaluation.category, text)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, draw the figure, close everything."""

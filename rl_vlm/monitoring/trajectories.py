@@ -1,9 +1,10 @@
-"""Sampled trajectories as parquet, one row each, and their images as PNG files named by SHA-256."""
+"""Episodes as parquet, one row each, and their images as PNG files named by SHA-256 (columns: docs/results.md)."""
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.learning.plan import TokenRecord
+from rl_vlm.models.images import TextSide
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup, Turn, images_of
 
+VERSION = 2  # of the columns; 1 had none of what is said of tokens beside `logprobs`
+_ROWS = 64  # that a reader of one episode decodes
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
 _TURN = pa.struct(
     [
@@ -29,6 +35,7 @@ _TURN = pa.struct(
         ("well_formed", pa.bool_()),
     ]
 )
+_SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "rows", "columns")])
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int64()),
@@ -40,6 +47,9 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
+        *((name, pa.list_(pa.float32())) for name in ("learner_logprobs", "advantages", "values", "entropies")),
+        ("tokens", pa.list_(pa.string())),  # the text of each; empty in an image
+        ("image_spans", pa.list_(_SPAN)),  # the tokens of each image, and their grid
         ("turns", pa.list_(_TURN)),
         ("reward", pa.float64()),
         ("advantage", pa.float64()),
@@ -50,7 +60,10 @@ SCHEMA = pa.schema(
         ("messages", pa.string()),  # JSON: [{"role": ..., "parts": ["text", {"image": sha256}]}]
         ("text", pa.string()),  # all tokens, decoded
         ("replica_ids", pa.list_(pa.string())),
-    ]
+        ("correct", pa.bool_()),
+        *((name, pa.string()) for name in ("variant", "view", "category")),  # of a held-out item
+    ],
+    metadata={"rl_vlm.version": str(VERSION)},
 )
 
 
@@ -62,55 +75,112 @@ def choose_groups(groups: Sequence[TrajectoryGroup], rows: int, seed: int) -> li
 
 
 def write_trajectories(
-    folder: Path,
-    iteration: int,
-    groups: Sequence[TrajectoryGroup],
-    advantages: Sequence[np.ndarray],
-    decode: Callable[[np.ndarray], str],
+    folder: Path, iteration: int, groups: Sequence[TrajectoryGroup], tokens: TokenRecord, text: TextSide
 ) -> Path:
-    """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks; `advantages` is [G] each."""
-    rows, images = [], folder / "images"
-    for group, per_group in zip(groups, advantages, strict=True):
-        for trajectory, advantage in zip(group.trajectories, per_group, strict=True):
-            shown = images_of(trajectory.messages)
-            for image in (*trajectory.images, *shown):
-                if not (images / f"{image.sha256}.png").exists():
-                    images.mkdir(parents=True, exist_ok=True)
-                    write_atomic(images / f"{image.sha256}.png", image.png)
-            row = _row(group, trajectory, iter(shown))
-            row |= {"iteration": iteration, "advantage": float(advantage), "text": decode(trajectory.token_ids)}
-            arrays = {name: getattr(trajectory, name) for name in ("token_ids", "loss_mask", "logprobs")}
-            rows.append({**to_jsonable(row), **arrays})
-    buffer = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
+    """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks."""
     path = folder / f"iteration-{iteration:06d}.parquet"
+    rows = [_row(group, one, text, tokens, folder / "images") for group in groups for one in group.trajectories]
+    return _write(path, [row | {"iteration": iteration} for row in rows])
+
+
+def write_evaluation(
+    path: Path,
+    images: Path,
+    iteration: int,
+    items: Iterable[tuple[RolloutTask, TrajectoryGroup]],
+    category: str,
+    text: TextSide,
+) -> Path:
+    """Write the episodes of held-out items, and the images that the folder `images` lacks."""
+    rows = []
+    for task, group in items:
+        row = _row(group, group.trajectories[0], text, TokenRecord(), images)
+        kind = str(group.trajectories[0].info.get(category, ""))
+        rows.append(row | {"iteration": iteration, "variant": task.variant, "view": task.view, "category": kind})
+    return _write(path, rows)
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    buffer = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    pq.write_table(table, buffer, compression="zstd", row_group_size=_ROWS)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue().to_pybytes())
     return path
 
 
-def _row(group: TrajectoryGroup, trajectory: Trajectory, shown: Iterator[EncodedImage]) -> dict[str, Any]:
+def _row(
+    group: TrajectoryGroup, trajectory: Trajectory, text: TextSide, tokens: TokenRecord, images: Path
+) -> dict[str, Any]:
+    # What the policy saw stands in the place of what the environment showed; it has not seen the last observation.
+    told = images_of(trajectory.messages)
+    shown = [*trajectory.images[: len(told)], *told[len(trajectory.images) :]]
+    for image in {image.sha256: image for image in (*trajectory.images, *shown)}.values():
+        if not (images / f"{image.sha256}.png").exists():
+            images.mkdir(parents=True, exist_ok=True)
+            write_atomic(images / f"{image.sha256}.png", image.png)
+    name, left = trajectory.trajectory_id, iter(shown)
     messages = [
         {
             "role": message.role,
-            "parts": [part if isinstance(part, str) else {"image": next(shown).sha256} for part in message.parts],
+            "parts": [part if isinstance(part, str) else {"image": next(left).sha256} for part in message.parts],
         }
         for message in trajectory.messages
     ]
-    return {
+    row = {
         "group_id": group.group_id,
         "env": group.env,
         "stage": group.stage,
-        "trajectory_id": trajectory.trajectory_id,
+        "trajectory_id": name,
         "index": group.index,
         "turns": [_turn(turn) for turn in trajectory.turns],
         "reward": trajectory.reward,
+        "advantage": float(tokens.advantages[name].mean()) if len(tokens.advantages.get(name, ())) else None,
         "status": str(trajectory.status),
         "error": trajectory.error,
         "info": json.dumps(to_jsonable(trajectory.info), ensure_ascii=False),
         "images": [image.sha256 for image in trajectory.images],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
+        "text": text.codec.decode(trajectory.token_ids),
+        "tokens": token_texts(text, trajectory.token_ids),
+        "image_spans": image_spans(text, trajectory.token_ids, trajectory.images),
         "replica_ids": list(trajectory.replica_ids),
+        "correct": trajectory.correct,
     }
+    arrays = {key: getattr(trajectory, key) for key in ("token_ids", "loss_mask", "logprobs")}
+    known = {
+        "learner_logprobs": tokens.logprobs,
+        "advantages": tokens.advantages,
+        "values": tokens.values,
+        "entropies": tokens.entropies,
+    }
+    for key, found in known.items():
+        if name in found:
+            arrays[key] = np.zeros(len(trajectory), np.float32)
+            arrays[key][trajectory.loss_mask] = found[name]
+    return {**to_jsonable(row), **arrays}
+
+
+def token_texts(text: TextSide, token_ids: np.ndarray) -> list[str]:
+    """What each token adds to the text: a character of several tokens belongs to its last one."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    in_image = token_ids == text.images.image_token_id
+    return [
+        "" if hidden else decoder.decode(text.codec.token_bytes(token))
+        for token, hidden in zip(token_ids.tolist(), in_image.tolist(), strict=True)
+    ]
+
+
+def image_spans(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> list[dict[str, int]]:
+    """Where the features of each image stand, and their rows and columns on it (0 where they are no grid)."""
+    places, begun, spans = np.flatnonzero(token_ids == text.images.image_token_id), 0, []
+    for image in images:
+        own = places[begun : begun + text.images.num_features(image.width, image.height)]
+        begun += len(own)
+        if len(own):
+            rows, columns = text.images.token_grid(image.width, image.height)
+            spans.append({"start": int(own[0]), "stop": int(own[-1]) + 1, "rows": rows, "columns": columns})
+    return spans
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -246,7 +246,12 @@ class Feedback:
         if len(self.store) > self.sessions:  # of an attempt that ended before its first checkpoint
             self._rewind()
         now = time.time()
-        self.store.append(examples, answers, step=step, time=now)
+        learned: list[tuple[float, float]] = []  # what the model says before it knows the answers
+        if not self._scores:
+            parts = [part for pair in examples for part in (pair.first, pair.second)]
+            returns = self.model.segment_returns(parts).mean(0).tolist()
+            learned = list(zip(returns[::2], returns[1::2], strict=True))
+        self.store.append(examples, answers, step=step, time=now, learned=learned)
         self.sessions += 1
         right: list[bool] = []  # whether each decided label agrees with the true rewards, where these are known
         if not self._scores:

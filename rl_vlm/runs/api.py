@@ -40,26 +40,25 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """`config.yaml`: the run's settings."""
-        content: dict[str, Any] = load_yaml(self._read("config.yaml").decode())
+        content: dict[str, Any] = load_yaml(self.read("config.yaml").decode())
         return content
 
     @property
     def metrics(self) -> dict[str, Any]:
         """`result.json`: how the run ended; empty while it goes on."""
-        result: dict[str, Any] = json.loads(self._read("result.json") or b"{}")
+        result: dict[str, Any] = json.loads(self.read("result.json") or b"{}")
         return result
 
     @property
     def progress(self) -> pd.DataFrame:
         """A row of metrics per iteration."""
-        text = self._read("progress.csv")
+        text = self.read("progress.csv")
         return pd.read_csv(io.BytesIO(text)) if text else pd.DataFrame()
 
     @property
     def evaluations(self) -> pd.DataFrame:
         """A row per evaluation."""
-        lines, _, _ = self._read("eval.jsonl").rpartition(b"\n")  # the last line may be half written
-        return pd.json_normalize([json.loads(line) for line in lines.splitlines()])
+        return pd.json_normalize(self.lines("eval.jsonl"))
 
     @property
     def trajectories(self) -> pd.DataFrame:
@@ -82,7 +81,7 @@ class Run:
 
     def image(self, sha256: str) -> Image.Image:
         """An image that a row of `trajectories` names. Raises UserInputError if the run kept no such image."""
-        if not (png := self._read(f"trajectories/images/{sha256}.png")):
+        if not (png := self.read(f"trajectories/images/{sha256}.png")):
             raise UserInputError(f"{self.folder} holds no image {sha256}: take a name from the column `images`.")
         return Image.open(io.BytesIO(png), formats=("PNG",))
 
@@ -90,7 +89,26 @@ class Run:
         files, root = fsspec.core.url_to_fs(str(self.folder))
         return files, str(root)
 
-    def _read(self, name: str) -> bytes:
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines of a file of JSON lines; the last one may be half written."""
+        lines, _, _ = self.read(name).rpartition(b"\n")
+        return [json.loads(line) for line in lines.splitlines()]
+
+    def files(self, folder: str = "") -> dict[str, str]:
+        """The files of a folder of the run, by their place in it, each with what changes when the file does."""
+        files, root = self._opened()
+        place = f"{root}/{folder}".rstrip("/")
+        try:
+            found = files.ls(place, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {
+            "/".join(filter(None, (folder, str(one["name"]).rsplit("/", 1)[-1]))): _stamp(one)
+            for one in found
+            if one["type"] == "file"
+        }
+
+    def read(self, name: str) -> bytes:
         """A file of the run; empty where it is missing."""
         files, root = self._opened()
         try:
@@ -100,10 +118,17 @@ class Run:
         return content
 
 
+def _stamp(file: Mapping[str, Any]) -> str:
+    """When a file was changed, in seconds since 1970 (0: not known), and what else tells its content."""
+    changed = file.get("mtime", file.get("LastModified", file.get("updated", 0.0)))
+    seconds = changed.timestamp() if hasattr(changed, "timestamp") else float(changed)
+    return f"{seconds:.6f}-{file.get('size')}-{file.get('ETag', '')}"
+
+
 def load_run(folder: RunDir) -> Run:
     """The results of a run that has ended or goes on. Raises UserInputError if the folder is none of a run."""
     run = Run(folder)
-    if not run._read("config.yaml"):
+    if not run.read("config.yaml"):
         raise UserInputError(f"{folder} is not the folder of a run: it holds no config.yaml.")
     return run
 

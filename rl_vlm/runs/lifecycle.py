@@ -178,11 +178,12 @@ class BaseRun(ABC):
         self.saved_at = self.start if self.start_from else -1  # what the newest checkpoint holds; -1 without one
         changes = self._changes() if self.start_from is not None else ""
         self.display = ProgressDisplay(total, self.start, rows=self._rows, unit=self._unit)
-        if changes:
-            self.display.message(changes)
         if not resume:
             save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(self.start if resume else None)
+        self.display.keep = lambda text: self.recorder.log_message(self._position(), text)
+        if changes:
+            self.display.message(changes)
         self.display.recall(self.recorder.evaluations())
         self.stop = StopRequest()
         self.callbacks = load_callbacks(config.logging.callbacks)

@@ -319,15 +319,12 @@ class PolicyRun(RunLifecycle):
         for hint in filter(None, hints):
             self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
-        recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
+        recorded = [group for group in algorithm.last_groups if group.recorded]
         if recorded:
-            groups, advantages = algorithm.last_groups, algorithm.last_advantages
-            self.recorder.dump_trajectories(
-                iteration, [groups[k] for k in recorded], [advantages[k] for k in recorded], algorithm.decode
-            )
+            self.recorder.dump_trajectories(iteration, recorded, algorithm.last_tokens, algorithm.text)
             if config.logging.show_episodes:
-                shown = groups[recorded[iteration % len(recorded)]].trajectories
-                self.display.message(episode_line(shown[iteration % len(shown)]))
+                shown = recorded[iteration % len(recorded)].trajectories
+                self.display.line(episode_line(shown[iteration % len(shown)]))
         if iteration % config.logging.checkpoint_every == 0:
             self.checkpoint()
         self._tell("on_iteration", iteration, metrics)
@@ -350,6 +347,8 @@ class PolicyRun(RunLifecycle):
     def evaluate(self) -> dict[str, Any]:
         results = evaluate(self.algorithm)
         self.recorder.log_evaluation(self.algorithm.updates, results)
+        if self.algorithm.last_evaluated:
+            self.recorder.dump_evaluation(self.algorithm.updates, self.algorithm.last_evaluated, self.algorithm.text)
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)

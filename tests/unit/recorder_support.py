@@ -3,12 +3,15 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 QUIET = PolicyConfig.model_validate({"logging": {"tensorboard": False, "trajectories_per_dump": 4}})
@@ -53,12 +56,22 @@ def group(number: int, size: int = 3, **kwargs) -> TrajectoryGroup:
     return TrajectoryGroup(f"g{number}", number, [trajectory(f"g{number}/{place}", **kwargs) for place in range(size)])
 
 
-def zeros(groups: list[TrajectoryGroup]) -> list[np.ndarray]:
-    return [np.zeros(len(one)) for one in groups]
+def record_of(*groups: TrajectoryGroup, advantage: float = 0.0) -> TokenRecord:
+    """Advantages alone, the same of every sampled token."""
+    trajectories = [one for group in groups for one in group.trajectories]
+    return TokenRecord({one.trajectory_id: np.full(one.num_sampled, advantage, np.float32) for one in trajectories})
 
 
-def words(ids: np.ndarray) -> str:
-    return " ".join(map(str, ids))
+class Words:
+    """A text side whose tokens are the numbers of their ids; 6 is that of images, of which each takes one."""
+
+    codec = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)), token_bytes=lambda token: b" %d" % token)
+    images = SimpleNamespace(
+        image_token_id=6, num_features=lambda width, height: 1, token_grid=lambda width, height: (1, 1)
+    )
+
+
+WORDS: Any = Words()
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from recorder_support import WORDS
 
 from rl_vlm.cli import show
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, save_config
+from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
@@ -39,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
         group = TrajectoryGroup(
             f"g{iteration}", 0, [episode(f"{iteration}-{k}", k / 4, f"answer {iteration}-{k}\x1b[2J") for k in range(5)]
         )
-        recorder.dump_trajectories(iteration, [group], [np.zeros(5)], lambda ids: "text")
+        recorder.dump_trajectories(iteration, [group], TokenRecord(), WORDS)
     recorder.finish({"status": "done"})
     return place
 

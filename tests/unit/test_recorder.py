@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from recorder_support import (
     QUIET,
+    WORDS,
     evaluations,
     group,
     leftovers,
@@ -22,12 +23,12 @@ from recorder_support import (
     rows,
     scalars,
     trajectory,
-    words,
 )
 
 from rl_vlm import files
 from rl_vlm.config import PolicyConfig
 from rl_vlm.files import to_jsonable, whole_lines, write_atomic
+from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
 from rl_vlm.types import Message, TrajectoryGroup
@@ -67,7 +68,7 @@ def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     for iteration in range(1, 6):
         recorder.log_iteration(iteration, {"a": iteration})
         recorder.log_evaluation(iteration, {"accuracy/default": 0.1 * iteration})
-        recorder.dump_trajectories(iteration, [group(0)], [np.zeros(3)], words)
+        recorder.dump_trajectories(iteration, [group(0)], TokenRecord(), WORDS)
     with (tmp_path / "progress.csv").open("a") as file:
         file.write("6,0.")  # killed while it wrote
     resumed = RunRecorder(tmp_path, QUIET, resumed_iteration=3)
@@ -206,7 +207,12 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     two = trajectory("g0/1", reward=0.0, images=(red,))
     recorder = RunRecorder(tmp_path, QUIET)
     one.turns = (replace(one.turns[0], parts=(("answer", 1.0), ("format", 0.5))),)
-    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two], "count", 2)], [np.array([1.0, -1.0])], words)
+    tokens = TokenRecord(
+        advantages={"g0/0": np.float32([0.5, 1.5]), "g0/1": np.float32([-1, -1])},
+        values={"g0/0": np.float32([0.25, 0.75]), "g0/1": np.float32([0, 0])},
+        logprobs={"g0/0": np.float32([-0.5, -0.125])},  # the learner skipped the other one
+    )
+    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two], "count", 2)], tokens, WORDS)
     path = tmp_path / "trajectories" / "iteration-000010.parquet"
     first, second = read_trajectories(path)
     assert (first["iteration"], first["group_id"], first["trajectory_id"], first["index"]) == (10, "g0", "g0/0", 7)
@@ -225,12 +231,16 @@ def test_trajectories_come_back_as_they_were(tmp_path):
         {"role": "assistant", "parts": ["3"]},
         {"role": "tool", "parts": [{"image": blue.sha256}]},
     ]
-    assert first["text"] == "5 6 7 8"
+    assert first["text"] == "5 6 7 8" and first["tokens"] == [" 5", "", " 7", " 8"]
+    assert first["learner_logprobs"] == [0, 0, -0.5, -0.125] and second["learner_logprobs"] is None
+    assert first["advantages"] == [0, 0, 0.5, 1.5] and first["values"] == [0, 0, 0.25, 0.75]
+    assert first["entropies"] is None and first["correct"] is True
+    assert first["image_spans"] == [{"start": 1, "stop": 2, "rows": 1, "columns": 1}]
     images = tmp_path / "trajectories" / "images"
     assert {path.stem for path in images.iterdir()} == {red.sha256, blue.sha256}
     assert (images / f"{red.sha256}.png").read_bytes() == red.png
     before = (images / f"{red.sha256}.png").stat().st_ino
-    recorder.dump_trajectories(11, [group(0, images=(red,))], [np.zeros(3)], words)
+    recorder.dump_trajectories(11, [group(0, images=(red,))], TokenRecord(), WORDS)
     assert (images / f"{red.sha256}.png").stat().st_ino == before  # written once
     assert leftovers(tmp_path) == []
 
@@ -308,8 +318,9 @@ from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[3])
 sys.dont_write_bytecode = True  # what is imported under the quota would be cut off, and break every later process
-from recorder_support import group, leftovers, picture, read_trajectories, rows, scalars, words, evaluations
+from recorder_support import group, leftovers, picture, read_trajectories, rows, scalars, WORDS, evaluations
 from rl_vlm.config import PolicyConfig
+from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
 
@@ -342,7 +353,7 @@ for iteration in range(2, 200):
     recorder.log_iteration(iteration, {"reward/mean": 1 / iteration})
     if iteration == 2 or iteration % 50 == 0:
         recorder.log_evaluation(iteration, {"accuracy/default": 0.5, "text": "x" * 2000})
-        recorder.dump_trajectories(iteration, [group(0, images=(image,))], [np.zeros(3)], words)
+        recorder.dump_trajectories(iteration, [group(0, images=(image,))], TokenRecord(), WORDS)
 recorder.finish({"status": "interrupted"})
 assert recorder.write_errors > 10, recorder.write_errors
 assert len(recorder.column("reward/mean")) == 199 and recorder.has_evaluation(150)
@@ -354,7 +365,7 @@ free()
 errors = recorder.write_errors
 recorder.log_iteration(200, {"reward/mean": 1 / 200, "new": 1})
 recorder.log_evaluation(200, {"accuracy/default": 0.5})
-recorder.dump_trajectories(200, [group(0, images=(image,))], [np.zeros(3)], words)
+recorder.dump_trajectories(200, [group(0, images=(image,))], TokenRecord(), WORDS)
 recorder.finish({"status": "done"})
 assert recorder.write_errors == errors
 assert [int(row["iteration"]) for row in rows(folder)] == list(range(1, 201))

@@ -191,6 +191,10 @@ def test_a_hard_item_is_solved_by_a_call_and_an_answer() -> None:
     assert (pixels_of(reply.images[0]) == pixels_of(cut(painted(scene), QUADRANTS[corner], 64))).all()
     observation, reward, terminated, truncated, info = env.step(f"Answer: {scene.flag.pattern}")
     assert (reward, terminated, truncated, observation.messages) == (1.0, True, False, ())
+    (crop,) = info.pop("crops")
+    corners = {"top left": [0, 0], "top right": [0.5, 0], "bottom left": [0, 0.5], "bottom right": [0.5, 0.5]}
+    left, top = corners[corner]
+    assert crop == {"picture": 1, "of": 0, "box": [left, top, left + 0.5, top + 0.5]}
     assert info == {
         "correct": True, "correct_hard": True, "calls": 1, "calls_hard": 1, "call_errors": 0, "difficulty": "hard", "answer": scene.flag.pattern,
         "reason": "", "well_formed": True, "truth": scene.flag.pattern,

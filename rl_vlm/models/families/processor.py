@@ -64,6 +64,14 @@ class ProcessorImages:
         """See ImageLayout."""
         return int((self.span(width, height) == self.image_token_id).sum())
 
+    def token_grid(self, width: int, height: int) -> tuple[int, int]:
+        """See ImageLayout. An image without a grid is cut into tiles, whose tokens are many grids."""
+        _, grid = self._sized(width, height)
+        if grid is None:
+            return 0, 0
+        merge = self._processor.image_processor.merge_size
+        return grid[1] // merge, grid[2] // merge
+
     def positions(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
         """See ImageLayout."""
         if self.axes == 1:

@@ -361,6 +361,7 @@ class ZoomEnv(EpisodeEnv):
             found = ZoomItem(scene, QUESTION, scene.flag.pattern, HARD if scene.flag.hard else EASY)
         self._item: ZoomItem = found
         self._calls = self._call_errors = 0
+        self._crops: list[Info] = []
         image = overview_of(found.source, self._zoom, self._view_size)
         question = BRIEF if self._brief and found.difficulty else found.question + self._instructions
         return Observation.user(image, question), self._counted()
@@ -374,6 +375,8 @@ class ZoomEnv(EpisodeEnv):
         except ToolCallError as error:
             self._call_errors += 1
             return self._after_call((f"The call could not be carried out: {error}.",))
+        box = [round(side / WHOLE, 4) for side in (crop.x, crop.y, crop.x + crop.w, crop.y + crop.h)]
+        self._crops.append({"picture": len(self._crops) + 1, "of": 0, "box": box})
         return self._after_call((image,) if self._brief else (image, _SHOWN.format(crop)))
 
     def _after_call(self, parts: tuple[EncodedImage | str, ...]) -> Reply:
@@ -400,4 +403,4 @@ class ZoomEnv(EpisodeEnv):
         info: Info = {"calls": self._calls, "call_errors": self._call_errors, "correct": correct}
         if self._item.difficulty:
             info |= {f"{name}_{self._item.difficulty}": info[name] for name in ("calls", "correct")}
-        return info | {"difficulty": self._item.difficulty}
+        return info | {"difficulty": self._item.difficulty, "crops": self._crops}

@@ -1,0 +1,453 @@
+"""What the page shows of one run, read from the files of its folder: parquet, CSV and JSON, here or at a URL.
+
+`viewer/src/api.ts` describes the answers, whose form has the version `SCHEMA`. A file that is half written or damaged
+is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rl_vlm.envs.tools import ToolCallError, parse_tool_call
+from rl_vlm.files import to_jsonable
+from rl_vlm.runs.api import Run
+from rl_vlm.types import UserInputError
+
+SCHEMA = 1
+Answer = dict[str, Any]
+_FOLDERS = {"train": "trajectories", "eval": "evaluations"}
+_PREVIEW = 200  # characters of a question and of an answer in a list
+_MESSAGES = 500  # the newest that are shown
+_PICTURES = 4  # of a segment, evenly spaced
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILM = re.compile(r"step(\d+)_episode\d+_(-?[\d.]+(?:e[+-]?\d+)?)\.gif")
+_EPISODE = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,6})")
+_BLOCKS = re.compile(r"(<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)|<tool_call>.*?(?:</tool_call>|\Z))", re.DOTALL)
+_THOUGHT = re.compile(r"</?think(?:ing)?>")
+_LISTED = (  # columns that a list of episodes needs; files of earlier versions lack the last ones
+    "group_id", "env", "stage", "index", "turns", "reward", "advantage", "status", "info", "images", "messages",
+    "replica_ids", "correct", "variant", "view", "category",
+)  # fmt: skip
+_COLUMNS = (
+    "id", "kind", "iteration", "group", "env", "stage", "index", "variant", "view", "sample", "category", "reward",
+    "advantage", "correct", "status", "turns", "tools", "tokens", "version", "newest", "replicas", "picture",
+    "pictures", "question", "answer",
+)  # fmt: skip
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)
+
+
+class NotThereError(UserInputError):
+    """The run holds no such thing.
+
+    Do: take an id from the list.
+    """
+
+
+class RunReader:
+    """Reads one run again and again while it goes on; a file that has not changed is read once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tables: dict[str, tuple[str, Any]] = {}  # file → its stamp, and what was read of it
+
+    # What has changed.
+
+    def stamps(self) -> dict[str, str]:
+        """The files that answers are made of, each with what changes when it does."""
+        folders = ("", *_FOLDERS.values(), "labels", "videos")
+        return {name: stamp for folder in folders for name, stamp in self._run.files(folder).items()}
+
+    def stamp(self) -> str:
+        return hashlib.sha256(repr(sorted(self.stamps().items())).encode()).hexdigest()[:16]
+
+    def _once(self, name: str, stamp: str, read: Callable[[str], Any]) -> Any:
+        """`read(name)`, or what it gave while the file was the same; None for a damaged file."""
+        known = self._tables.get(name)
+        if known is None or known[0] != stamp:
+            found = None
+            with suppress(*_DAMAGED):
+                found = read(name)
+            known = self._tables[name] = stamp, found
+        return known[1]
+
+    def _dumps(self, folder: str) -> dict[str, str]:
+        """The parquet files of a folder with their stamps, oldest first."""
+        found = self._run.files(folder)
+        return {name: found[name] for name in sorted(found) if name.endswith(".parquet")}
+
+    # The run.
+
+    def config(self) -> dict[str, str]:
+        return dict(_flat(self._run.config))
+
+    def line(self) -> Answer:
+        """The run in the list of runs."""
+        config, result, progress = self._run.config, self._run.metrics, self._run.progress
+        evaluations = self._run.evaluations
+        algorithm, env = config.get("algorithm", {"name": "sft"}), config.get("env", {})
+        kind = next((kind for kind in ("preference", "sft") if kind in config), "policy")
+        accuracy = next((evaluations[key] for key in evaluations if key.startswith("accuracy/")), ())
+        total = algorithm.get("iterations") or config.get(kind, {}).get(
+            "total_steps" if kind == "preference" else "steps"
+        )
+        files = self.stamps()
+        return {
+            "folder": str(self._run.folder),
+            "name": str(config.get("name", "")),
+            "sweep": "",
+            "kind": kind,
+            "algorithm": str(algorithm["name"]),
+            "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or "conversations",
+            "status": result.get("status", "running"),
+            "error": str(result.get("error", "")),
+            "iterations": int(progress["iteration"].iloc[-1]) if len(progress) else 0,
+            "total": total,
+            "reward": _ends(progress.get("reward/mean", progress.get("sft/loss", ()))),
+            "accuracy": _ends(accuracy),
+            "seconds": result.get("train_seconds"),
+            "changed": max((float(stamp.split("-")[0]) for stamp in files.values()), default=0.0),
+            "stamp": self.stamp(),
+            "settings": {},
+        }
+
+    def run(self, line: Answer) -> Answer:
+        files = self.stamps()
+        counts = {
+            kind: sum(self._rows(name, stamp) for name, stamp in self._dumps(folder).items())
+            for kind, folder in {**_FOLDERS, "pairs": "labels"}.items()
+        }
+        return {
+            "line": line,
+            "config": self.config(),
+            "result": self._run.metrics,
+            "progress": _columns(self._run.progress),
+            "evaluations": _columns(self._run.evaluations),
+            "messages": [{"iteration": one.get("iteration"), "text": str(one.get("text", ""))}
+                         for one in self._run.lines("messages.jsonl")[-_MESSAGES:]],
+            "losses": self._losses(),
+            "has": {
+                "episodes": counts["train"],
+                "evaluated": counts["eval"],
+                "pairs": counts["pairs"],
+                "films": sum(name.startswith("videos/") for name in files),
+                "adapter": bool(self._run.files("adapter")),
+            },
+        }  # fmt: skip
+
+    def _rows(self, name: str, stamp: str) -> int:
+        return self._once(f"{name}#rows", stamp, lambda _: self._parquet(name).metadata.num_rows) or 0
+
+    def _losses(self) -> list[Answer]:
+        counted = Counter((int(one["iteration"]), str(one["reason"])) for one in self._run.lines("failures.jsonl"))
+        return [
+            {"iteration": iteration, "reason": reason, "count": count}
+            for (iteration, reason), count in [*counted.items()][-_MESSAGES:]
+        ]
+
+    # Episodes.
+
+    def episodes(self) -> dict[str, list[Any]]:
+        """The list of all kept episodes, as columns."""
+        listed: dict[str, list[Any]] = {column: [] for column in _COLUMNS}
+        for kind, folder in _FOLDERS.items():
+            for name, stamp in self._dumps(folder).items():
+                for column, values in (self._once(name, stamp, partial(self._list, kind)) or {}).items():
+                    listed[column] += values
+        return listed
+
+    def _list(self, kind: str, name: str) -> dict[str, list[Any]]:
+        file, iteration = self._parquet(name), _number(name)
+        table = file.read(columns=[column for column in _LISTED if column in file.schema_arrow.names])
+        rows = (_listed(kind, iteration, place, row) for place, row in enumerate(table.to_pylist()))
+        return {column: list(values) for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=False)}
+
+    def episode(self, episode: str) -> Answer:
+        """One episode with its tokens. Raises NotThereError."""
+        kind, iteration, place = self._place(episode)
+        file = self._parquet(f"{_FOLDERS[kind]}/iteration-{iteration:06d}.parquet")
+        for number in range(file.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
+            if place < rows:
+                (row,) = file.read_row_group(number).slice(place, 1).to_pylist()
+                return {"id": episode, **self._told(row)}
+            place -= rows
+        raise NotThereError(f"There is no episode {episode} in this run.")
+
+    def _place(self, episode: str) -> tuple[str, int, int]:
+        found = _EPISODE.fullmatch(episode)
+        if found is None:
+            raise NotThereError(f"{episode[:40]!r} names no episode: an id is such as train-10-3.")
+        return found[1], int(found[2]), int(found[3])
+
+    def _told(self, row: Mapping[str, Any]) -> Answer:
+        info = json.loads(row["info"])
+        turns = row["turns"] or []
+        messages = _messages(json.loads(row["messages"]), len(turns), self._size, _crops(info))
+        sampled = row["loss_mask"]
+        replicas = row["replica_ids"] or [""]
+        return {
+            "messages": messages,
+            "turns": [_turn(turn, replicas[min(k, len(replicas) - 1)]) for k, turn in enumerate(turns)],
+            "info": info,
+            "error": row["error"],
+            "tokens": row.get("tokens") or [str(token) for token in row["token_ids"]],
+            "sampled": sampled,
+            "engine": _sampled(row["logprobs"], sampled),
+            "learner": _sampled(row.get("learner_logprobs"), sampled),
+            "advantages": _sampled(row.get("advantages"), sampled),
+            "values": _sampled(row.get("values"), sampled),
+            "entropies": _sampled(row.get("entropies"), sampled),
+            "spans": row.get("image_spans") or [],
+        }
+
+    def _size(self, sha256: str) -> tuple[int, int]:
+        try:
+            return self._run.image(sha256).size
+        except (UserInputError, OSError):
+            return 0, 0
+
+    def search(self, text: str) -> list[str]:
+        """The ids of episodes whose text contains this one, whatever the case."""
+        found = []
+        for kind, folder in _FOLDERS.items():
+            for name, stamp in self._dumps(folder).items():
+                texts = self._once(
+                    f"{name}#text", stamp, lambda name: self._parquet(name.split("#")[0]).read(["text"])["text"]
+                )
+                if texts is not None:
+                    hits = np.flatnonzero(
+                        pc.match_substring(texts, text, ignore_case=True).to_numpy(zero_copy_only=False)
+                    )
+                    found += [f"{kind}-{_number(name)}-{place}" for place in hits]
+        return found
+
+    # Preferences.
+
+    def pairs(self) -> dict[str, list[Any]]:
+        """All pairs that were labelled, as columns."""
+        columns = (
+            "id", "session", "step", "label", "answers", "probabilities", "truth", "learned", "text", "error", "first", "second",  # noqa: E501
+        )  # fmt: skip
+        listed: dict[str, list[Any]] = {column: [] for column in columns}
+        for name, stamp in self._dumps("labels").items():
+            for row in self._once(name, stamp, self._pairs) or ():
+                for column in columns:
+                    listed[column].append(row[column])
+        return listed
+
+    def _pairs(self, name: str) -> list[Answer]:
+        file = self._parquet(name)
+        if "first" not in file.schema_arrow.names:  # scores of single pictures
+            return []
+        return [
+            {
+                "id": f"pair-{row['session']}-{place}",
+                "session": row["session"],
+                "step": row["step"],
+                "label": row["value"],
+                "answers": row["answers"] or [],
+                "probabilities": row["probabilities"],
+                "truth": [_sum(row[side]["true_rewards"]) for side in ("first", "second")],
+                "learned": row.get("learned") or [None, None],
+                "text": row["text"],
+                "error": row["error"],
+                **{side: _spread(row[side]["frames"] or []) for side in ("first", "second")},
+            }
+            for place, row in enumerate(file.read().to_pylist())
+        ]
+
+    def films(self) -> list[Answer]:
+        """The GIF files of evaluations."""
+        found = ((name.split("/")[-1], _FILM.fullmatch(name.split("/")[-1])) for name in self._run.files("videos"))
+        films = [{"name": name, "iteration": int(film[1]), "reward": float(film[2])} for name, film in found if film]
+        return sorted(films, key=lambda film: (film["iteration"], film["name"]))
+
+    def file(self, kind: str, name: str) -> bytes:
+        """The bytes of a picture (`images`, by SHA-256) or a film. Raises NotThereError."""
+        if kind == "images" and _SHA256.fullmatch(name):
+            content = next(
+                filter(
+                    None, (self._run.read(f"{place}/{name}.png") for place in ("trajectories/images", "labels/images"))
+                ),
+                b"",
+            )
+        elif kind == "films" and _FILM.fullmatch(name):
+            content = self._run.read(f"videos/{name}")
+        else:
+            content = b""
+        if not content:
+            raise NotThereError("The run keeps no such file.")
+        return content
+
+    def _parquet(self, name: str) -> pq.ParquetFile:
+        content = self._run.read(name)
+        if not content:
+            raise NotThereError(f"The run holds no {name}.")
+        return pq.ParquetFile(pa.BufferReader(content))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(to_jsonable(value), ensure_ascii=False)
+
+
+def _parts(mixture: Any) -> list[str]:
+    """The names of a mixture's environments."""
+    return [
+        str(part.get("name") or part.get("id")) if isinstance(part, Mapping) else str(part) for part in mixture or ()
+    ]
+
+
+def _ends(values: Any) -> list[float | None]:
+    known = [float(value) for value in values if math.isfinite(value)]
+    return [known[0], known[-1]] if known else [None, None]
+
+
+def _columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
+    """The columns of numbers; what is none is null."""
+    numbers = table.select_dtypes("number")
+    return {
+        str(name): [value if math.isfinite(value) else None for value in numbers[name].tolist()] for name in numbers
+    }
+
+
+def _number(name: str) -> int:
+    return int(re.sub(r"\D", "", name.split("/")[-1]) or 0)
+
+
+def _listed(kind: str, iteration: int, place: int, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A row of the list, in the order of `_COLUMNS`."""
+    messages, info, turns = json.loads(row["messages"]), json.loads(row["info"]), row["turns"] or []
+    versions = [turn["policy_version"] for turn in turns] or [0]
+    newer = [version for turn in turns for _, version in turn.get("pieces") or ()]
+    tools = info.get("tool_calls", info.get("calls"))
+    correct = row.get("correct", info.get("correct"))
+    return (
+        f"{kind}-{iteration}-{place}", kind, iteration, row["group_id"], row["env"] or "", row["stage"] or 0,
+        row["index"], row.get("variant") or "", row.get("view") or "true", "greedy" if kind == "eval" else "sampled",
+        row.get("category") or "", row["reward"], row["advantage"], correct, row["status"], len(turns),
+        tools if isinstance(tools, int | float) else None, sum(turn["stop"] - turn["start"] for turn in turns),
+        min(versions), max([*versions, *newer]), ", ".join(dict.fromkeys(row["replica_ids"] or ())),
+        row["images"][0] if row["images"] else "", len(row["images"]),
+        _text(messages, "user", first=True), _text(messages, "assistant", first=False),
+    )  # fmt: skip
+
+
+def _text(messages: Sequence[Mapping[str, Any]], role: str, first: bool) -> str:
+    """The beginning of the first or last message of a role."""
+    own = [message for message in messages if message["role"] == role]
+    if not own:
+        return ""
+    parts = (part for part in own[0 if first else -1]["parts"] if isinstance(part, str))
+    return " ".join(" ".join(parts).split())[:_PREVIEW]
+
+
+def _messages(
+    messages: Sequence[Mapping[str, Any]],
+    turns: int,
+    size: Callable[[str], tuple[int, int]],
+    crops: Mapping[int, Answer],
+) -> list[Answer]:
+    """The conversation in parts: texts, thoughts, tool calls and pictures."""
+    spoken = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    turn_of = {k: turn for turn, k in enumerate(spoken[max(len(spoken) - turns, 0) :])}
+    pictures = itertools.count()
+
+    def parts_of(part: Any, role: str) -> Iterator[Answer]:
+        if not isinstance(part, str):
+            number, (width, height) = next(pictures), size(part["image"])
+            yield {"picture": {"sha": part["image"], "width": width, "height": height, "of": crops.get(number)}}
+        elif role == "assistant":
+            yield from _said(part)
+        elif part:
+            yield {"text": part}
+
+    return [
+        {
+            "role": message["role"],
+            "parts": [one for part in message["parts"] for one in parts_of(part, message["role"])],
+            "turn": turn_of.get(k),
+        }
+        for k, message in enumerate(messages)
+    ]
+
+
+def _said(text: str) -> Iterator[Answer]:
+    """An answer as texts, thoughts and tool calls; everything before a lone `</think>` is a thought."""
+    lone = re.match(r"((?:(?!<think).)*?)</think(?:ing)?>", text, re.DOTALL)
+    if lone:
+        yield {"thought": lone[1]}
+        text = text[lone.end() :]
+    for block in _BLOCKS.split(text):
+        if block.startswith("<think"):
+            yield {"thought": _THOUGHT.sub("", block)}
+        elif block.startswith("<tool_call>"):
+            call = None
+            with suppress(ToolCallError):
+                call = parse_tool_call(block)
+            yield (
+                {"text": block}
+                if call is None
+                else {"call": {"name": call.name, "arguments": call.arguments, "raw": block}}
+            )
+        elif block:
+            yield {"text": block}
+
+
+def _crops(info: Mapping[str, Any]) -> dict[int, Answer]:
+    """By the number of a picture: which earlier one it shows a part of, as an environment says in `info["crops"]`."""
+    crops: dict[int, Answer] = {}
+    with suppress(*_DAMAGED):
+        for crop in info.get("crops", ()):
+            left, top, right, bottom = map(float, crop["box"])
+            crops[int(crop["picture"])] = {"picture": int(crop["of"]), "box": [left, top, right, bottom]}
+    return crops
+
+
+def _turn(turn: Mapping[str, Any], replica: str) -> Answer:
+    return {
+        "start": turn["start"],
+        "stop": turn["stop"],
+        "version": turn["policy_version"],
+        "versions": [{"tokens": tokens, "version": version} for tokens, version in turn.get("pieces") or ()],
+        "replica": replica,
+        "stopReason": turn["stop_reason"],
+        "reward": turn["reward"],
+        "parts": turn.get("parts") or [],
+        "wellFormed": turn.get("well_formed") is not False,
+    }
+
+
+def _sampled(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[float | None] | None:
+    """Six significant digits of each sampled token; None where nobody measured it."""
+    if values is None:
+        return None
+    return [float(f"{value:.6g}") if own else None for value, own in zip(values, sampled, strict=True)]
+
+
+def _sum(rewards: Sequence[float] | None) -> float | None:
+    total = math.fsum(rewards or ())
+    return total if rewards and math.isfinite(total) else None
+
+
+def _spread(frames: Sequence[str]) -> list[str]:
+    count = min(_PICTURES, len(frames))
+    return [frames[round((k + 1) * len(frames) / count) - 1] for k in range(count)]

@@ -1,0 +1,138 @@
+"""A run as one file: the page with the answers that it asks for, which opens without a server and without a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from pydantic_core import to_json
+
+from rl_vlm.files import write_atomic
+from rl_vlm.runs.run_folder import RunDir
+from rl_vlm.types import UserInputError
+from rl_vlm.view.library import Library
+from rl_vlm.view.reader import RunReader
+from rl_vlm.view.server import PAGE
+
+PICTURE_BYTES = 14 * 2**20  # of all pictures and films
+_SIDES = (768, 512, 384, 256, 128, 64)  # to which pictures are made smaller until they fit
+_QUALITY = 82  # of WebP
+
+
+def write_report(runs: Sequence[RunDir], out: Path, episodes: int) -> dict[str, Any]:
+    """Write the runs as one HTML file with at most so many of their episodes. Returns what it holds."""
+    library = Library(runs, live=False)
+    answers: dict[str, Any] = {"runs": library.answer("runs")}
+    if not answers["runs"]["runs"]:
+        raise UserInputError(f"There is no run in {', '.join(map(str, runs))}.")
+    wanted: dict[str, set[str]] = {}
+    films: dict[str, bytes] = {}
+    kept = 0
+    for run, reader in library.readers().items():
+        place = f"runs/{run}"
+        answers |= {
+            f"{place}{rest}": library.answer(f"{place}{rest}") for rest in ("", "/pairs", "/films", "/episodes")
+        }
+        listed = answers[f"{place}/episodes"]
+        chosen = choose_episodes(listed, (episodes - kept) // (len(library.readers()) - len(wanted)))
+        answers[f"{place}/episodes"] = {
+            key: [column[k] for k in chosen] if isinstance(column, list) else column for key, column in listed.items()
+        }
+        kept += len(chosen)
+        shown = wanted.setdefault(run, set())
+        for name in (listed["id"][k] for k in chosen):
+            told = answers[f"{place}/episodes/{name}"] = library.answer(f"{place}/episodes/{name}")
+            shown |= {
+                part["picture"]["sha"] for message in told["messages"] for part in message["parts"] if "picture" in part
+            }
+        pairs = answers[f"{place}/pairs"]
+        shown |= {sha for side in ("first", "second") for frames in pairs[side] for sha in frames}
+        last = reader.films()[-1:]
+        films |= {f"{run}/films/{film['name']}": reader.file("films", film["name"]) for film in last}
+    files = {name: _uri("image/gif", film) for name, film in films.items() if len(film) < PICTURE_BYTES // 4}
+    files |= _pictures(library, wanted, PICTURE_BYTES - sum(map(len, files.values())))
+    packed = {place: _packed(answer) for place, answer in answers.items()}
+    write_atomic(out, page_of({"answers": packed, "files": files}))
+    return {"file": str(out), "episodes": kept, "pictures": len(files), "bytes": out.stat().st_size}
+
+
+def choose_episodes(listed: dict[str, list[Any]], count: int) -> list[int]:
+    """Places of at most `count` episodes: whole dumps, the last and the first evaluation before the others, then the
+    newest of training; half of them are of training where there are so many."""
+    dumps: dict[tuple[str, int], list[int]] = {}
+    for place, dump in enumerate(zip(listed["kind"], listed["iteration"], strict=True)):
+        dumps.setdefault(dump, []).append(place)
+    held_out = sorted(dump for dump in dumps if dump[0] == "eval")
+    held_out = [*held_out[-1:], *held_out[:-1]]
+    training = sorted((dump for dump in dumps if dump[0] == "train"), reverse=True)
+    of_training = min(
+        sum(len(dumps[dump]) for dump in training), max(count // 2, count - sum(len(dumps[dump]) for dump in held_out))
+    )
+    first = [place for dump in held_out for place in dumps[dump]][: count - of_training]
+    return sorted(first + [place for dump in training for place in dumps[dump]][: count - len(first)])
+
+
+def page_of(content: Any) -> str:
+    """The page with everything inside. Its policy allows the one script that is in it, and nothing from elsewhere."""
+    script, style = ((PAGE / name).read_text(encoding="utf-8") for name in ("app.js", "app.css"))
+    script = script.replace("</script", r"<\/script")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    inside = json.dumps(content).replace("<", r"\u003c")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>rl_vlm report</title>'
+        f'<link rel="icon" href="data:,"><style>{style}</style></head><body><div id="app"></div>'
+        f'<script id="report" type="application/json">{inside}</script><script type="module">{script}</script>'
+        "</body></html>\n"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _packed(answer: Any) -> str:
+    return base64.b64encode(gzip.compress(to_json(answer, inf_nan_mode="null"), mtime=0)).decode()
+
+
+def _uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _pictures(library: Library, wanted: dict[str, set[str]], limit: int) -> dict[str, str]:
+    """All pictures as data URIs, made so small that they fit."""
+    for side in _SIDES:
+        made, room = {}, limit
+        for run, names in wanted.items():
+            for name, picture in _smaller(library.reader(run), sorted(names), side):
+                made[f"{run}/images/{name}"] = picture
+                room -= len(picture)
+                if room < 0:
+                    break
+        if room >= 0:
+            break
+    return made
+
+
+def _smaller(reader: RunReader, names: Iterable[str], side: int) -> Iterable[tuple[str, str]]:
+    for name in names:
+        content = reader.file("images", name)
+        with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+            image.thumbnail((side, side))
+            smaller = io.BytesIO()
+            image.convert("RGB").save(smaller, "WEBP", quality=_QUALITY)
+        small = smaller.getvalue()
+        # A drawing may be smaller as it is.
+        keeps = len(content) <= len(small) and max(image.size) < side
+        yield name, _uri("image/png", content) if keeps else _uri("image/webp", small)
