@@ -1,5 +1,6 @@
 // Times and settings as text, and the statistics that several views share.
 
+import type { RunLine } from "../api.ts";
 import { number } from "./text.ts";
 
 export type Num = number | null;
@@ -19,6 +20,13 @@ export function ago(time: number): string {
 
 /** A setting comes as JSON; text reads better without its quotes. */
 export const plain = (json: string | undefined): string => (json ?? "").replace(/^"(.*)"$/s, "$1");
+
+/** The name of a run, with its id where others have the same name. */
+export const title = (run: RunLine, runs: RunLine[]): string =>
+  runs.some((other) => other.name === run.name && other.id !== run.id) ? `${run.name} (${run.id})` : run.name;
+
+/** What the column "iteration" counts. */
+export const unit = (run: RunLine): string => (run.kind === "preference" ? "environment step" : "iteration");
 
 /** Wilson's 95 % interval of a share. */
 export function wilson(hits: number, of: number): [number, number] {
