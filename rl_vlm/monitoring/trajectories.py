@@ -17,9 +17,10 @@ from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.models.images import TextSide
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup, Turn, images_of
+from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn, images_of
 
 VERSION = 2  # of the columns; 1 had none of what is said of tokens beside `logprobs`
+_BEGINNING = 200  # characters of a question and an answer in a list
 _ROWS = 64  # that a reader of one episode decodes
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
 _TURN = pa.struct(
@@ -35,6 +36,7 @@ _TURN = pa.struct(
         ("well_formed", pa.bool_()),
     ]
 )
+_COUNTS = ("num_turns", "num_sampled", "oldest_version", "newest_version")
 _SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "rows", "columns")])
 SCHEMA = pa.schema(
     [
@@ -61,6 +63,9 @@ SCHEMA = pa.schema(
         ("text", pa.string()),  # all tokens, decoded
         ("replica_ids", pa.list_(pa.string())),
         ("correct", pa.bool_()),
+        # What a list of episodes shows.
+        *((name, pa.string()) for name in ("question", "answer")),
+        *((name, pa.int64()) for name in (*_COUNTS, "tool_calls")),
         *((name, pa.string()) for name in ("variant", "view", "category")),  # of a held-out item
     ],
     metadata={"rl_vlm.version": str(VERSION)},
@@ -127,6 +132,7 @@ def _row(
         }
         for message in trajectory.messages
     ]
+    calls = trajectory.info.get("tool_calls", trajectory.info.get("calls"))
     row = {
         "group_id": group.group_id,
         "env": group.env,
@@ -146,6 +152,11 @@ def _row(
         "image_spans": image_spans(text, trajectory.token_ids, trajectory.images),
         "replica_ids": list(trajectory.replica_ids),
         "correct": trajectory.correct,
+        "question": _beginning(trajectory.messages, "user", 0),
+        "answer": _beginning(trajectory.messages, "assistant", -1),
+        "tool_calls": calls if isinstance(calls, int) else None,
+        **{key: getattr(trajectory, key) for key in _COUNTS},
+        **{"variant": "", "view": "true", "category": ""},
     }
     arrays = {key: getattr(trajectory, key) for key in ("token_ids", "loss_mask", "logprobs")}
     known = {
@@ -159,6 +170,12 @@ def _row(
             arrays[key] = np.zeros(len(trajectory), np.float32)
             arrays[key][trajectory.loss_mask] = found[name]
     return {**to_jsonable(row), **arrays}
+
+
+def _beginning(messages: Sequence[Message], role: str, place: int) -> str:
+    """The first characters of a role's first (0) or last (-1) message."""
+    texts = [message.text for message in messages if message.role == role]
+    return " ".join(texts[place].split())[:_BEGINNING] if texts else ""
 
 
 def token_texts(text: TextSide, token_ids: np.ndarray) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pandas as pd
+import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config import CommonConfig, RewardFunction, TrainConfig, apply_overrides, parse_config
@@ -107,6 +108,11 @@ class Run:
             for one in found
             if one["type"] == "file"
         }
+
+    def parquet(self, name: str) -> pq.ParquetFile:
+        """A file of the run, of which what is asked for is read. Raises FileNotFoundError."""
+        files, root = self._opened()
+        return pq.ParquetFile(f"{root}/{name}", filesystem=files)
 
     def read(self, name: str) -> bytes:
         """A file of the run; empty where it is missing."""

@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.files import to_jsonable
@@ -31,7 +30,6 @@ from rl_vlm.types import UserInputError
 SCHEMA = 1
 Answer = dict[str, Any]
 _FOLDERS = {"train": "trajectories", "eval": "evaluations"}
-_PREVIEW = 200  # characters of a question and of an answer in a list
 _MESSAGES = 500  # the newest that are shown
 _PICTURES = 4  # of a segment, evenly spaced
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -39,15 +37,14 @@ _FILM = re.compile(r"step(\d+)_episode\d+_(-?[\d.]+(?:e[+-]?\d+)?)\.gif")
 _EPISODE = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,6})")
 _BLOCKS = re.compile(r"(<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)|<tool_call>.*?(?:</tool_call>|\Z))", re.DOTALL)
 _THOUGHT = re.compile(r"</?think(?:ing)?>")
-_LISTED = (  # columns that a list of episodes needs; files of earlier versions lack the last ones
-    "group_id", "env", "stage", "index", "turns", "reward", "advantage", "status", "info", "images", "messages",
-    "replica_ids", "correct", "variant", "view", "category",
-)  # fmt: skip
-_COLUMNS = (
-    "id", "kind", "iteration", "group", "env", "stage", "index", "variant", "view", "sample", "category", "reward",
-    "advantage", "correct", "status", "turns", "tools", "tokens", "version", "newest", "replicas", "picture",
-    "pictures", "question", "answer",
-)  # fmt: skip
+# Column of a list → that of the file.
+_LISTED = {
+    **{name: name for name in ("iteration", "env", "stage", "index", "variant", "view", "category", "reward",
+                               "advantage", "correct", "status", "question", "answer")},
+    "group": "group_id", "turns": "num_turns", "tools": "tool_calls", "tokens": "num_sampled",
+    "version": "oldest_version", "newest": "newest_version",
+}  # fmt: skip
+_COLUMNS = ("id", "kind", *_LISTED, "sample", "replicas", "picture", "pictures")
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)
 
 
@@ -150,7 +147,7 @@ class RunReader:
         }  # fmt: skip
 
     def _rows(self, name: str, stamp: str) -> int:
-        return self._once(f"{name}#rows", stamp, lambda _: self._parquet(name).metadata.num_rows) or 0
+        return self._once(f"{name}#rows", stamp, lambda _: self._run.parquet(name).metadata.num_rows) or 0
 
     def _losses(self) -> list[Answer]:
         counted = Counter((int(one["iteration"]), str(one["reason"])) for one in self._run.lines("failures.jsonl"))
@@ -171,15 +168,25 @@ class RunReader:
         return listed
 
     def _list(self, kind: str, name: str) -> dict[str, list[Any]]:
-        file, iteration = self._parquet(name), _number(name)
-        table = file.read(columns=[column for column in _LISTED if column in file.schema_arrow.names])
-        rows = (_listed(kind, iteration, place, row) for place, row in enumerate(table.to_pylist()))
-        return {column: list(values) for column, values in zip(_COLUMNS, zip(*rows, strict=True), strict=False)}
+        table = self._run.parquet(name).read([*_LISTED.values(), "replica_ids", "images"])
+        listed: dict[str, list[Any]] = {column: table[stored].to_pylist() for column, stored in _LISTED.items()}
+        images, count = table["images"].to_pylist(), table.num_rows
+        return listed | {
+            "id": [f"{kind}-{_number(name)}-{row}" for row in range(count)],
+            "kind": [kind] * count,
+            "sample": ["greedy" if kind == "eval" else "sampled"] * count,
+            "replicas": [", ".join(dict.fromkeys(names)) for names in table["replica_ids"].to_pylist()],
+            "picture": [names[0] if names else "" for names in images],
+            "pictures": list(map(len, images)),
+        }
 
     def episode(self, episode: str) -> Answer:
         """One episode with its tokens. Raises NotThereError."""
         kind, iteration, place = self._place(episode)
-        file = self._parquet(f"{_FOLDERS[kind]}/iteration-{iteration:06d}.parquet")
+        try:
+            file = self._run.parquet(f"{_FOLDERS[kind]}/iteration-{iteration:06d}.parquet")
+        except FileNotFoundError:
+            raise NotThereError(f"There is no episode {episode} in this run.") from None
         for number in range(file.num_row_groups):
             rows = file.metadata.row_group(number).num_rows
             if place < rows:
@@ -227,7 +234,7 @@ class RunReader:
         for kind, folder in _FOLDERS.items():
             for name, stamp in self._dumps(folder).items():
                 texts = self._once(
-                    f"{name}#text", stamp, lambda name: self._parquet(name.split("#")[0]).read(["text"])["text"]
+                    f"{name}#text", stamp, lambda name: self._run.parquet(name.split("#")[0]).read(["text"])["text"]
                 )
                 if texts is not None:
                     hits = np.flatnonzero(
@@ -251,7 +258,7 @@ class RunReader:
         return listed
 
     def _pairs(self, name: str) -> list[Answer]:
-        file = self._parquet(name)
+        file = self._run.parquet(name)
         if "first" not in file.schema_arrow.names:  # scores of single pictures
             return []
         return [
@@ -294,12 +301,6 @@ class RunReader:
             raise NotThereError("The run keeps no such file.")
         return content
 
-    def _parquet(self, name: str) -> pq.ParquetFile:
-        content = self._run.read(name)
-        if not content:
-            raise NotThereError(f"The run holds no {name}.")
-        return pq.ParquetFile(pa.BufferReader(content))
-
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
@@ -331,33 +332,6 @@ def _columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
 
 def _number(name: str) -> int:
     return int(re.sub(r"\D", "", name.split("/")[-1]) or 0)
-
-
-def _listed(kind: str, iteration: int, place: int, row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A row of the list, in the order of `_COLUMNS`."""
-    messages, info, turns = json.loads(row["messages"]), json.loads(row["info"]), row["turns"] or []
-    versions = [turn["policy_version"] for turn in turns] or [0]
-    newer = [version for turn in turns for _, version in turn.get("pieces") or ()]
-    tools = info.get("tool_calls", info.get("calls"))
-    correct = row.get("correct", info.get("correct"))
-    return (
-        f"{kind}-{iteration}-{place}", kind, iteration, row["group_id"], row["env"] or "", row["stage"] or 0,
-        row["index"], row.get("variant") or "", row.get("view") or "true", "greedy" if kind == "eval" else "sampled",
-        row.get("category") or "", row["reward"], row["advantage"], correct, row["status"], len(turns),
-        tools if isinstance(tools, int | float) else None, sum(turn["stop"] - turn["start"] for turn in turns),
-        min(versions), max([*versions, *newer]), ", ".join(dict.fromkeys(row["replica_ids"] or ())),
-        row["images"][0] if row["images"] else "", len(row["images"]),
-        _text(messages, "user", first=True), _text(messages, "assistant", first=False),
-    )  # fmt: skip
-
-
-def _text(messages: Sequence[Mapping[str, Any]], role: str, first: bool) -> str:
-    """The beginning of the first or last message of a role."""
-    own = [message for message in messages if message["role"] == role]
-    if not own:
-        return ""
-    parts = (part for part in own[0 if first else -1]["parts"] if isinstance(part, str))
-    return " ".join(" ".join(parts).split())[:_PREVIEW]
 
 
 def _messages(
