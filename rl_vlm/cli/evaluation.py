@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rl_vlm.cli.options import Adapter, Overrides, load_run
 from rl_vlm.cli.output import say
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Trajectory
 
 commands = typer.Typer()
 
@@ -135,6 +138,7 @@ def rollout(
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller images are enlarged to this.")] = None,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the lines to this file instead.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print conversations with their pictures.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
@@ -153,8 +157,20 @@ def rollout(
     if top_p is not None and not 0 < top_p <= 1:  # before a model loads
         raise UserInputError(f"--top-p is {top_p}: it must be above 0 and at most 1.")
     trained = find_trained(adapter, _source(config, adapter, run_dir))
-    summary = play.rollout(run, adapter=trained, episodes=episodes, sampling=sampling, out=out)
+    summary = play.rollout(
+        run, adapter=trained, episodes=episodes, sampling=sampling, out=out, tell=_show if show else None
+    )
     say(json.dumps({"summary": summary}))
+
+
+def _show(trajectory: Trajectory) -> None:
+    from rich.console import Console
+
+    from rl_vlm.cli.conversation import print_line, print_messages
+
+    console = Console(highlight=False)
+    print_line(console, f"\n{trajectory.trajectory_id}: reward {trajectory.reward:.4g}, {trajectory.status}", "bold")
+    print_messages(console, trajectory.messages)
 
 
 def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> Path | None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60  # of a curve
-_PICTURE_ROWS = 16
 _SCHEMA = 1  # of the JSON
 _CURVES = ("reward/mean", "policy/entropy", "mismatch/kl", "sft/loss")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -139,18 +138,18 @@ def spread(episodes: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any
 
 
 def _print_episode(console: Console, run: Run, episode: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    from rl_vlm.cli.play import half_blocks
-    from rl_vlm.safe_text import printable
+    from rl_vlm.cli.conversation import draws_pictures, print_message
 
     console.print(f"\n[bold]iteration {episode['iteration']}, reward {episode['reward']:.4g}[/] ({episode['status']})")
+
+    def shown(part: Any) -> Any:
+        if isinstance(part, str):
+            return part
+        return (
+            run.image(part["image"])
+            if draws_pictures(console)
+            else f"(picture trajectories/images/{part['image']}.png)"
+        )
+
     for message in episode["messages"]:
-        console.print(Text(f"[{message['role']}]", "bold cyan"))
-        for part in message["parts"]:
-            if isinstance(part, str):
-                console.print(Text(printable(part)))
-            elif console.is_terminal and console.color_system is not None:
-                console.print(half_blocks(run.image(part["image"]), console.width, _PICTURE_ROWS), end="")
-            else:
-                console.print(f"(picture trajectories/images/{part['image']}.png)", style="dim")
+        print_message(console, message["role"], map(shown, message["parts"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -37,17 +38,41 @@ def view(
         asked = f"?token={quote(token, safe='')}" if token else ""
         address = f"http://{url_host(host)}:{sock.getsockname()[1]}/{asked}"
         app = page_app(library, limits, token)
+        threading.Thread(target=library.warm, daemon=True).start()
         HTTPServer(app, sock, limits, lambda: say(f"Open {address}  (Ctrl-C ends)")).run([sock])
 
 
 @commands.command(epilog="Example: rl-vlm report runs/quickstart --out quickstart.html")
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or URLs of some.")],
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")],
+    out: Annotated[Path | None, typer.Option(help="FILE.html, or FILE.eval for Inspect.")] = None,
+    to: Annotated[str | None, typer.Option(help="trackio:PROJECT, or wandb:PROJECT.")] = None,
     episodes: Annotated[int, typer.Option(min=1, max=5000, help="How many it holds at most.")] = _EPISODES,
 ) -> None:
-    """Write runs as one HTML file, which opens offline and can be sent: what `rl-vlm view` shows."""
-    from rl_vlm.view.report import write_report
+    """Write runs as one HTML file, which opens offline and can be sent: what `rl-vlm view` shows. Or hand the episodes
+    of one run, with their pictures, to another viewer."""
+    from rl_vlm.runs.api import load_run
+    from rl_vlm.types import UserInputError
+    from rl_vlm.view.reader import RunReader
 
-    made = write_report(runs, out, episodes)
-    say(f"{made['file']}: {made['episodes']} episodes, {made['pictures']} pictures, {made['bytes'] / 2**20:.1f} MiB")
+    kind, _, project = (to or "").partition(":")
+    if (out is None) == (to is None) or (to and (kind not in ("trackio", "wandb") or not project)):
+        raise UserInputError("Say where the report goes: --out FILE.html, --out FILE.eval, or --to trackio:PROJECT.")
+    if out is not None and out.suffix != ".eval":
+        from rl_vlm.view.report import write_report
+
+        made = write_report(runs, out, episodes)
+        size = f"{made['bytes'] / 2**20:.1f} MiB"
+        say(f"{made['file']}: {made['episodes']} episodes, {made['pictures']} pictures, {size}")
+        return
+    from rl_vlm.view import exports
+
+    if len(runs) > 1:
+        raise UserInputError("Give one run: another viewer takes them one by one.")
+    reader = RunReader(load_run(runs[0]))
+    if out is not None:
+        count = exports.write_inspect(reader, out, episodes)
+    else:
+        send = exports.send_trackio if kind == "trackio" else exports.send_wandb
+        count = send(reader, project, episodes)
+    say(f"{out or to}: {count} episodes")

@@ -29,7 +29,7 @@ from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.models.images import TextSide
 from rl_vlm.monitoring.trajectories import choose_groups, write_evaluation, write_trajectories
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -95,6 +95,20 @@ class TensorBoardFile(AppendedFile):
         self._keep(step=iteration, summary={"value": values})
         self.add()
 
+    def add_episode(self, iteration: int, episode: Trajectory) -> None:
+        """The conversation as text, and its pictures."""
+        from torch.utils.tensorboard.summary import text
+
+        said = "\n\n".join(f"[{message.role}] {message.text}" for message in episode.messages)
+        fenced = "\n".join(f"    {line}" for line in f"{said}\n\nreward {episode.reward:g}".splitlines())
+        self._keep(step=iteration, summary=text("episode", to_jsonable(fenced)))
+        pictures = [
+            {"tag": f"episode/picture_{number}", "image": _tensorboard_image(image)}
+            for number, image in enumerate(episode.images, start=1)
+        ]
+        self._keep(step=iteration, summary={"value": pictures})
+        self.add()
+
     def _keep(self, **event: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # half a second, which a dry run does not need
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -102,6 +116,10 @@ class TensorBoardFile(AppendedFile):
         buffer = io.BytesIO()
         RecordWriter(buffer).write(Event(wall_time=time.time(), **event).SerializeToString())
         self.pending.append(buffer.getvalue())
+
+
+def _tensorboard_image(image: EncodedImage) -> dict[str, Any]:
+    return {"height": image.height, "width": image.width, "colorspace": 3, "encoded_image_string": image.png}
 
 
 def _start_wandb(folder: Path, run: CommonConfig | SFTConfig, resume: bool) -> Any:
@@ -236,11 +254,14 @@ class RunRecorder:
     def dump_evaluation(
         self, iteration: int, items: Sequence[tuple[RolloutTask, TrajectoryGroup]], text: TextSide
     ) -> None:
-        """Keep the episodes of held-out items."""
+        """Keep the episodes of held-out items; TensorBoard gets one of them."""
         assert isinstance(self._run, PolicyConfig)
         path, images = self.folder / "evaluations" / f"iteration-{iteration:06d}.parquet", self.folder / IMAGES
         with self._guard("evaluations"):
             write_evaluation(path, images, iteration, items, self._run.evaluation.category, text)
+        if self._tensorboard is not None:
+            with self._guard("TensorBoard"):
+                self._tensorboard.add_episode(iteration, items[iteration % len(items)][1].trajectories[0])
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, draw the figure, close everything."""

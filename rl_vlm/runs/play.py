@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.runs.evaluate import run_for, served_worker
 from rl_vlm.safe_text import printable_json
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import Trajectory, TrajectoryGroup
 
 
 def rollout(
@@ -31,9 +32,11 @@ def rollout(
     episodes: int = 4,
     sampling: dict[str, Any] | None = None,
     out: Path | None = None,
+    tell: Callable[[Trajectory], None] | None = None,
 ) -> dict[str, Any]:
-    """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary. `sampling`:
-    temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training."""
+    """Play episodes of the training split; one JSON line each (to `out`, else printed, unless `tell` is given each
+    episode); returns a summary. `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent
+    is as in training."""
     options = dict(sampling or {})
     adapter = adapter or find_trained(config.model.adapter)
     config = run_for(config, adapter)
@@ -66,9 +69,12 @@ def rollout(
     lines = [json.dumps(to_jsonable(_line(group)), ensure_ascii=False) for group in result.groups]
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")
-    else:
-        print(printable_json("\n".join(lines)))
     trajectories = [group.trajectories[0] for group in result.groups]
+    if tell is not None:
+        for trajectory in trajectories:
+            tell(trajectory)
+    elif out is None:
+        print(printable_json("\n".join(lines)))
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
     return {
         "episodes": len(trajectories),

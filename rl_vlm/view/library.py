@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,19 @@ from rl_vlm.runs.api import load_run
 from rl_vlm.runs.run_folder import RunDir, is_remote
 from rl_vlm.types import UserInputError
 from rl_vlm.view.reader import SCHEMA, NotThereError, RunReader
+from rl_vlm.view.trials import Trial
 
 MAX_SEARCH = 200  # characters
 
 
-def run_folders(place: Path) -> list[Path]:
-    """The run folders at or below a folder; none in checkpoints."""
-    found = {path.parent for path in place.glob("**/config.yaml") if not {"checkpoints", "best"} & {*path.parts}}
-    return sorted(path for path in found if (path / ".rl_vlm_run").exists() or (path / "progress.csv").exists())
+def runs_in(place: Path) -> Iterator[tuple[Path, str]]:
+    """The folders of runs and of the trials of sweeps at or below a folder, each with its sweep's, or ""."""
+    for path in sorted(place.glob("**/config.yaml")):
+        folder = path.parent
+        if (folder / "sweep.yaml").exists():
+            yield from ((trial.parent, str(folder)) for trial in sorted(folder.glob("tune/*/params.json")))
+        elif not {"checkpoints", "best"} & {*path.parts}:
+            yield folder, ""
 
 
 class Library:
@@ -34,19 +39,26 @@ class Library:
 
     def readers(self) -> dict[str, RunReader]:
         """All runs, by id."""
-        for folder, name in self._found():
+        for folder, sweep, name in self._found():
             if name not in self._readers:
-                self._readers[name] = RunReader(load_run(folder))
+                run = Trial(folder) if sweep else load_run(folder)
+                self._readers[name] = RunReader(run, _id(sweep))
         return self._readers
 
-    def _found(self) -> Iterable[tuple[RunDir, str]]:
+    def warm(self) -> None:
+        """Read the lists of episodes before anybody asks for them."""
+        for reader in [*self.readers().values()]:
+            reader.episodes()
+
+    def _found(self) -> Iterator[tuple[RunDir, str, str]]:
+        """Folder, sweep and id of each run."""
         for place in self._places:
             if is_remote(place):
-                yield place, _id(str(place).partition("://")[2])
+                yield place, "", _id(str(place).partition("://")[2])
                 continue
-            for folder in run_folders(Path(place)):
+            for folder, sweep in runs_in(Path(place)):
                 inside = folder.relative_to(place)
-                yield folder, _id(str(inside) if inside.parts else folder.resolve().name)
+                yield folder, sweep, _id(str(inside) if inside.parts else folder.resolve().name)
 
     def reader(self, run: str) -> RunReader:
         """Raises NotThereError."""
@@ -79,13 +91,14 @@ class Library:
         return {"schema": SCHEMA, **content}
 
     def lines(self) -> list[dict[str, Any]]:
-        """All runs, the newest first, with the settings in which they differ."""
-        configs = {name: reader.config() for name, reader in self.readers().items()}
-        values = Counter(key for config in configs.values() for key in config)
-        differ = [key for key in values if key != "name" and len({config.get(key) for config in configs.values()}) > 1]
-        lines = [{"id": name, **reader.line()} for name, reader in self._readers.items()]
-        for line in lines:
-            line["settings"] = {key: configs[line["id"]][key] for key in differ if key in configs[line["id"]]}
+        """All runs, the newest first, with the settings in which those of a sweep, or those of none, differ."""
+        lines = [{"id": name, **reader.line()} for name, reader in self.readers().items()]
+        for sweep in {line["sweep"] for line in lines}:
+            alike = [line for line in lines if line["sweep"] == sweep]
+            configs = [self._readers[line["id"]].config() for line in alike]
+            differ = [key for key in dict.fromkeys(chain(*configs)) if len({one.get(key) for one in configs}) > 1]
+            for line, config in zip(alike, configs, strict=True):
+                line["settings"] = {key: config[key] for key in differ if key in config and key != "name"}
         return sorted(lines, key=lambda line: -line["changed"])
 
 

@@ -58,8 +58,8 @@ class NotThereError(UserInputError):
 class RunReader:
     """Reads one run again and again while it goes on; a file that has not changed is read once."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, sweep: str = "") -> None:
+        self._run, self._sweep = run, sweep
         self._tables: dict[str, tuple[str, Any]] = {}  # file → its stamp, and what was read of it
 
     # What has changed.
@@ -106,9 +106,9 @@ class RunReader:
         return {
             "folder": str(self._run.folder),
             "name": str(config.get("name", "")),
-            "sweep": "",
+            "sweep": self._sweep,
             "kind": kind,
-            "algorithm": str(algorithm["name"]),
+            "algorithm": str(algorithm.get("name", "grpo")),
             "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or "conversations",
             "status": result.get("status", "running"),
             "error": str(result.get("error", "")),
@@ -146,6 +146,11 @@ class RunReader:
             },
         }  # fmt: skip
 
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of each iteration that are known."""
+        rows = self._run.progress.to_dict("records")
+        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
+
     def _rows(self, name: str, stamp: str) -> int:
         return self._once(f"{name}#rows", stamp, lambda _: self._run.parquet(name).metadata.num_rows) or 0
 
@@ -170,9 +175,9 @@ class RunReader:
     def _list(self, kind: str, name: str) -> dict[str, list[Any]]:
         table = self._run.parquet(name).read([*_LISTED.values(), "replica_ids", "images"])
         listed: dict[str, list[Any]] = {column: table[stored].to_pylist() for column, stored in _LISTED.items()}
-        images, count = table["images"].to_pylist(), table.num_rows
+        images, count, iteration = table["images"].to_pylist(), table.num_rows, _number(name)
         return listed | {
-            "id": [f"{kind}-{_number(name)}-{row}" for row in range(count)],
+            "id": [f"{kind}-{iteration}-{row}" for row in range(count)],
             "kind": [kind] * count,
             "sample": ["greedy" if kind == "eval" else "sampled"] * count,
             "replicas": [", ".join(dict.fromkeys(names)) for names in table["replica_ids"].to_pylist()],
