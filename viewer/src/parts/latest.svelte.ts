@@ -2,31 +2,24 @@
 export class Latest<T> {
   value: T | null = $state.raw(null);
   error = $state("");
+  #asked = 0;
+  #shown = 0;
 
   /** `read` gives null where there is nothing to ask for. */
   constructor(read: () => Promise<T> | null) {
     $effect(() => {
-      let old = false;
-      const asked = read();
-      if (!asked) {
-        this.value = null;
-        this.error = "";
-      }
-      asked?.then(
-        (answer) => {
-          if (old) return;
-          this.value = answer;
-          this.error = "";
-        },
-        (error: Error) => {
-          if (old) return;
-          this.value = null;
-          this.error = error.message;
-        },
-      );
-      return () => {
-        old = true;
+      const number = ++this.#asked;
+      // Not only the answer to the last question counts: of a run that changes faster than it is read, there would be none.
+      const show = (value: T | null, error: string) => {
+        if (number < this.#shown) return;
+        [this.#shown, this.value, this.error] = [number, value, error];
       };
+      const asked = read();
+      if (!asked) show(null, "");
+      asked?.then(
+        (answer) => show(answer, ""),
+        (error: Error) => show(null, error.message),
+      );
     });
   }
 }
