@@ -65,19 +65,23 @@ def write_report(runs: Sequence[RunDir], out: Path, episodes: int) -> dict[str, 
 
 
 def choose_episodes(listed: dict[str, list[Any]], count: int) -> list[int]:
-    """Places of at most `count` episodes: whole dumps, the last and the first evaluation before the others, then the
-    newest of training; half of them are of training where there are so many."""
-    dumps: dict[tuple[str, int], list[int]] = {}
-    for place, dump in enumerate(zip(listed["kind"], listed["iteration"], strict=True)):
-        dumps.setdefault(dump, []).append(place)
-    held_out = sorted(dump for dump in dumps if dump[0] == "eval")
-    held_out = [*held_out[-1:], *held_out[:-1]]
-    training = sorted((dump for dump in dumps if dump[0] == "train"), reverse=True)
-    of_training = min(
-        sum(len(dumps[dump]) for dump in training), max(count // 2, count - sum(len(dumps[dump]) for dump in held_out))
-    )
-    first = [place for dump in held_out for place in dumps[dump]][: count - of_training]
-    return sorted(first + [place for dump in training for place in dumps[dump]][: count - len(first)])
+    """Places of at most `count` episodes: the newest of training, as many as half of them where evaluations fill the
+    rest; of the last and the first evaluation the same items, drawn evenly over environments and views."""
+    kinds = list(zip(listed["kind"], listed["iteration"], strict=True))
+    training = [place for place, (kind, _) in enumerate(kinds) if kind == "train"]
+    held_out = sorted({iteration for kind, iteration in kinds if kind == "eval"})
+    ends = list(dict.fromkeys((*held_out[-1:], *held_out[:1])))
+    items: dict[tuple[Any, ...], list[int]] = {}
+    for place, (kind, iteration) in enumerate(kinds):
+        if kind == "eval" and iteration in ends:
+            key = tuple(listed[name][place] for name in ("env", "variant", "view", "index"))
+            items.setdefault(key, []).append(place)
+    wanted = max(count - len(training), count // 2)
+    rows = list(items.values())
+    step = max(len(rows) * len(ends) / max(wanted, 1), 1.0)
+    chosen = [place for k in range(int(len(rows) / step)) for place in rows[int(k * step)]]
+    newest = sorted(training, key=lambda place: -kinds[place][1])
+    return sorted(chosen + newest[: count - len(chosen)])
 
 
 def page_of(content: Any) -> str:

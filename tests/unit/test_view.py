@@ -224,10 +224,14 @@ def test_a_report_prefers_the_last_evaluation_and_the_newest_training() -> None:
     listed = {
         "kind": ["train"] * 6 + ["eval"] * 6,
         "iteration": [1, 1, 2, 2, 3, 3, 0, 0, 2, 2, 3, 3],
+        "env": ["a"] * 6 + ["a", "b"] * 3,
+        "variant": ["default"] * 12,
+        "view": ["true"] * 12,
+        "index": [*range(6), *[0] * 6],
     }
-    assert choose_episodes(listed, 4) == [4, 5, 10, 11]
+    assert choose_episodes(listed, 4) == [4, 5, 6, 10]  # an item of both evaluations
     assert choose_episodes(listed, 8) == [2, 3, 4, 5, 6, 7, 10, 11]
-    assert choose_episodes(listed, 100) == list(range(12))
+    assert choose_episodes(listed, 100) == [*range(8), 10, 11]
 
 
 def test_a_sweep_is_its_trials(tmp_path: Path) -> None:
