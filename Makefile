@@ -18,7 +18,7 @@ SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit docs sbom dist clean
+.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit docs page sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -115,6 +115,9 @@ sbom: install ## Write the bill of materials (CycloneDX) of each pinned requirem
 			--output-reproducible --output-file build/sbom/$$(basename $$file .txt).cdx.json 2> build/sbom/log \
 			|| { cat build/sbom/log; exit 1; }; \
 	done; rm -f build/sbom/log; ls build/sbom
+
+page: ## Check and build the page of `rl-vlm view` from viewer/ into the package (Node.js 20 or newer)
+	cd viewer && npm ci --no-audit --no-fund --silent && npm run --silent check && npm run --silent build
 
 dist: install ## Build the package (wheel and source) into dist
 	rm -rf dist && $(BIN)/uv build --quiet --out-dir dist && ls dist

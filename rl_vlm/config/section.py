@@ -124,7 +124,7 @@ class TrainLogging(PlainLogging):
 class LoggingSection(TrainLogging):
     trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
     trajectories_per_dump: Count = 64  # Trajectories that a dump holds at most.
-    kept_items: Natural = 256  # Held-out items whose episodes are kept at each evaluation; 0: none.
+    kept_items: Natural = 512  # Held-out items whose episodes are kept at each evaluation; 0: none.
     show_episodes: bool = True  # Print one episode of each dump: reading answers is how a gamed reward is found.
 
 

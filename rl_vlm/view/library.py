@@ -42,7 +42,7 @@ class Library:
         for folder, sweep, name in self._found():
             if name not in self._readers:
                 run = Trial(folder) if sweep else load_run(folder)
-                self._readers[name] = RunReader(run, _id(sweep))
+                self._readers[name] = RunReader(run, sweep)
         return self._readers
 
     def warm(self) -> None:

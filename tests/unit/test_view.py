@@ -136,7 +136,7 @@ def test_an_episode_in_parts_with_its_tokens(place: Path) -> None:
     assert shown["parts"] == [{"picture": {"sha": BLUE.sha256, "width": 8, "height": 8, "of": of}}]
     assert (said["parts"], said["turn"], called["turn"]) == ([{"text": "It is 2"}], 0, None)
     assert told["tokens"] == [" 5", "", " 7", " 8"] and told["sampled"] == [False, False, True, True]
-    assert told["engine"] == [None, None, -0.5, -0.25] and told["learner"] == [None, None, -0.5, -0.333333]
+    assert told["engine"] == [None, None, -0.5, -0.25] and told["learner"] == [None, None, -0.5, -0.333333343]
     assert told["advantages"] == [None, None, 1, 3] and told["values"] is None
     assert told["spans"] == [{"start": 1, "stop": 2, "rows": 1, "columns": 1}]
     skipped = Library([place]).answer("runs/counts/episodes/train-2-1")

@@ -1,0 +1,219 @@
+"""The page of `rl-vlm view` in a real browser: every view of a real run, by keyboard too; hostile runs; live runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import VIEWS, Opened, chromium, number, served
+from hostile import BIDI, PAYLOADS, write_hostile_run
+from playwright.sync_api import Browser
+from runs import ROOT, rl_vlm
+from test_quickstart import run_dir  # noqa: F401  # the quickstart that CI has made, or one of its own
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def places(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A folder with the quickstart's run and a hostile one."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(run_dir, folder / "quickstart", ignore=shutil.ignore_patterns("checkpoints"))
+    write_hostile_run(folder / "hostile")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(places: Path) -> Iterator[str]:
+    with served(places) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(browser: Browser, address: str) -> Iterator[Opened]:
+    page = Opened(browser, address)
+    yield page
+    page.close()
+
+
+def answer(address: str, path: str) -> Any:
+    return httpx.get(f"{address}/api/v1/{path}", timeout=30).raise_for_status().json()
+
+
+@pytest.mark.parametrize("width, scheme", [(1440, "light"), (1440, "dark"), (390, "light"), (390, "dark")])
+def test_every_view_is_whole_at_every_width_and_scheme(browser: Browser, address: str, width: int, scheme: str) -> None:
+    page = Opened(browser, address, width, scheme)
+    newest = answer(address, "runs/quickstart/episodes")["id"][0]
+    for place in ("/", *(f"/#/{view}/quickstart" for view in VIEWS), f"/#/episodes/quickstart?open={newest}"):
+        page.go(place)
+        assert page.page.locator("main h1").count() == 1, place
+        assert page.violations() == [], place
+        assert not page.overflows(), place
+    assert page.problems == []
+    page.close()
+
+
+def test_the_keyboard_reaches_everything(opened: Opened, address: str) -> None:
+    newest = answer(address, "runs/quickstart/episodes")["id"][0]
+    for place in ("/", "/#/curves/quickstart", f"/#/episodes/quickstart?open={newest}", "/#/evaluation/quickstart"):
+        page = opened.go(place)
+        wanted = page.evaluate(
+            """() => [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"]')]
+                 .filter((one) => !one.disabled && one.checkVisibility() && one.tabIndex >= 0).map((one, k) => (one.dataset.stop = k))"""
+        )
+        assert len(wanted) > 5, place
+        page.evaluate("document.activeElement.blur()")
+        reached = set()
+        for _ in range(len(wanted) + 20):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.dataset.stop ?? ''"))
+        # A list that shows only what is near renews its cards while it scrolls.
+        assert len(set(map(str, wanted)) - reached) <= 0.1 * len(wanted), place
+
+
+def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, address: str) -> None:
+    listed = answer(address, "runs/quickstart/episodes")
+    rng = random.Random(0)
+    trained = [k for k, kind in enumerate(listed["kind"]) if kind == "train" and listed["advantage"][k]]
+    for k in rng.sample(trained, 5):
+        name = listed["id"][k]
+        told = answer(address, f"runs/quickstart/episodes/{name}")
+        page = opened.go(f"/#/episodes/quickstart?open={name}&colour=ratio")
+        facts = page.locator("main").inner_text()
+        assert f"Episode {name}" in facts
+        tokens = page.locator("[data-token]")
+        for place in rng.sample(range(tokens.count()), 4):
+            token = tokens.nth(place)
+            position = int(token.get_attribute("data-token") or -1)
+            token.hover()
+            spans = "[...document.querySelectorAll('.panel span')]"
+            shown = dict(
+                page.evaluate(
+                    f"{spans}.map((one) => [one.firstChild.textContent.trim(), one.querySelector('b').textContent])"
+                )
+            )
+            engine, learner = told["engine"][position], told["learner"][position]
+            for label, value in {
+                "log-probability, engine": engine, "log-probability, learner": learner, "gap, learner − engine": learner - engine,
+                "ratio, learner / engine": math.exp(learner - engine), "advantage": told["advantages"][position],
+            }.items():  # fmt: skip
+                assert number(shown[label]) == pytest.approx(value, rel=1e-4, abs=1e-9), (name, position, label)
+
+
+def test_filters_and_links_reopen_a_view(opened: Opened, address: str) -> None:
+    listed = answer(address, "runs/quickstart/episodes")
+    wrong = sum(kind == "train" and not right for kind, right in zip(listed["kind"], listed["correct"], strict=True))
+    page = opened.go("/#/episodes/quickstart?kind=train&correct=no")
+    assert re.search(rf"\b{wrong:,} of {len(listed['id']):,} episodes", page.locator("main").inner_text())
+    page.locator("li a, .card").first.click()
+    page.wait_for_url("**open=**")
+    link = page.evaluate("location.hash")
+    again = opened.go(f"/{link}")
+    assert "✗ wrong" in again.locator("main").inner_text()
+    assert opened.problems == []
+
+
+def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str) -> None:
+    """Each of the payloads in questions, answers, thoughts, tool calls, replies, info, names, messages, metrics, failures."""
+    assert len(PAYLOADS) >= 50
+    listed = answer(address, "runs/hostile/episodes")
+    assert len(listed["id"]) == 3 * len(PAYLOADS)
+    marks = "".join([*BIDI, "\x1b", "\x00", "\x9b"])
+    opened.page.add_init_script("Object.defineProperty(window, 'pwned', {set() { alert('pwned') }})")
+    groups = [
+        f"/#/groups/hostile?{httpx.QueryParams({'group': name})}"
+        for name in dict.fromkeys(listed["group"][: 2 * len(PAYLOADS) : 2])
+    ]
+    episodes = [f"/#/episodes/hostile?open={name}&colour=engine" for name in listed["id"][: 2 * len(PAYLOADS) : 2]]
+    for place in ("/", *(f"/#/{view}/hostile" for view in VIEWS), *episodes, *groups):
+        page = opened.go(place)
+        assert not set(page.locator("body").inner_text()) & set(marks), place
+        strange = (
+            "script:not([src]), iframe, object, embed, base, form, marquee, meta[http-equiv], img:not([src^='api/'])"
+        )
+        assert page.locator(strange).count() == 0, place
+        links = page.evaluate(
+            "[...document.querySelectorAll('[href], [src]')].map((one) => one.href?.baseVal ?? one.href ?? one.src)"
+        )
+        assert all(link.startswith((address, "data:,", "#")) for link in links), (place, links)
+    assert [one for one in opened.problems if "404" not in one] == []
+
+
+def test_a_hostile_report_is_as_harmless(browser: Browser, places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert rl_vlm("report", places / "hostile", "--out", out).returncode == 0
+    page = Opened(browser, out.as_uri())
+    page.page.add_init_script("Object.defineProperty(window, 'pwned', {set() { alert('pwned') }})")
+    for view in VIEWS:
+        page.go(f"#/{view}/hostile")
+    assert page.problems == []
+    page.close()
+
+
+def test_a_report_opens_without_a_server(browser: Browser, places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    done = rl_vlm("report", places / "quickstart", "--out", out, "--episodes", 200)
+    assert done.returncode == 0, done.stderr
+    page = Opened(browser, out.as_uri())
+    for view in VIEWS:
+        page.go(f"#/{view}/quickstart")
+        assert page.page.locator("main p.bad").count() == 0, view
+    page.go("#/episodes/quickstart")
+    assert "200 of 200 episodes" in page.page.locator("main").inner_text()
+    assert page.page.locator("main img").first.evaluate("(image) => image.decode().then(() => image.naturalWidth)") > 0
+    assert page.problems == []
+    page.close()
+
+
+def test_a_run_that_goes_on_is_followed(browser: Browser, places: Path, tmp_path: Path) -> None:
+    growing = tmp_path / "growing"
+    shutil.copytree(places / "quickstart", growing)
+    (growing / "result.json").unlink()
+    held = sorted((growing / "trajectories").glob("*.parquet"))[-1]
+    later = held.read_bytes()
+    held.unlink()
+    with served(growing) as address:
+        page = Opened(browser, address)
+        page.go("/#/episodes/growing")
+        text = page.page.locator("main").inner_text
+        before = int(re.search(r"of ([\d,]+) episodes", text())[1].replace(",", ""))
+        held.write_bytes(later)
+        print("followed after", page.wait_until(lambda text: f"of {before:,} episodes" not in text), "s")
+        page.go("/#/curves/growing")
+        assert "running" in page.page.locator("body").inner_text()
+        (growing / "result.json").write_text(json.dumps({"status": "failed", "error": "It broke."}))
+        page.wait_until(lambda text: "It broke." in text)
+        assert page.problems == []
+        page.close()
+
+
+def test_beyond_loopback_the_address_lets_the_browser_in(browser: Browser, places: Path) -> None:
+    with served(places, "--host", "0.0.0.0", RL_VLM_API_TOKEN="the secret") as address:  # type: ignore[arg-type]
+        bare = address.split("?")[0].replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{bare}/api/v1/runs").status_code == 401
+        page = Opened(browser, bare.rstrip("/"))
+        page.go("/?token=the%20secret")
+        assert "quickstart" in page.page.locator("main").inner_text() and "secret" not in page.page.url
+        page.close()
+
+
+def test_a_program_reads_what_the_page_shows(address: str) -> None:
+    """The sequence of docs/view.md: which run, which episodes, one of them."""
+    run = next(line for line in answer(address, "runs")["runs"] if line["name"] == "quickstart")
+    assert run["status"] == "done" and run["accuracy"][1] >= 0.9
+    found = answer(address, f"runs/{run['id']}/search?text=How many")["ids"]
+    assert found and answer(address, f"runs/{run['id']}/episodes/{found[0]}")["tokens"]
+    shown = json.loads(rl_vlm("show", ROOT / "none", "--json").stdout or "{}")
+    assert shown == {}
