@@ -30,20 +30,18 @@ def list_runs(
     as_json: AsJson = False,
 ) -> None:
     """List runs: what they trained, how far they came, and what for."""
-    from rl_vlm.runs.api import load_run
     from rl_vlm.safe_text import printable
+    from rl_vlm.view.library import Library
 
-    places = sorted(path.parent for path in folder.glob("**/config.yaml") if "checkpoints" not in path.parts)
-    places.sort(key=_changed, reverse=True)
-    found = [summary(load_run(place)) for place in places]
+    found = Library([folder]).lines()
     if as_json:
         typer.echo(json.dumps({"schema": _SCHEMA, "runs": found}, indent=2))
         return
     header = ("RUN", "TRAINS", "ENVIRONMENT", "STATUS", "ITERATIONS", "REWARD", "ACCURACY", "CHANGED")
     rows: list[tuple[str, ...]] = [header]
-    for place, one in zip(places, found, strict=True):
+    for one in found:
         both = (" → ".join(map(_number, one[name])) for name in ("reward", "accuracy"))
-        ago = f"{(time.time() - _changed(place)) / 3600:.1f} h ago"
+        ago = f"{(time.time() - one['changed']) / 3600:.1f} h ago"
         facts = (one["folder"], one["algorithm"], Path(one["environment"]).name, one["status"], one["iterations"])
         rows.append((*map(str, facts), *both, ago))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -66,16 +64,17 @@ def show(
     from rl_vlm.files import to_jsonable
     from rl_vlm.runs.api import load_run
     from rl_vlm.safe_text import printable
+    from rl_vlm.view.reader import RunReader
 
     found = load_run(run)
+    one = RunReader(found).line()
     chosen = spread(found.newest_trajectories.to_dict("records"), episodes)
     if as_json:
-        content = {"schema": _SCHEMA, **summary(found), "result": found.metrics, "episodes": chosen}
+        content = {"schema": _SCHEMA, **one, "result": found.metrics, "episodes": chosen}
         content["evaluations"] = found.evaluations.to_dict("records")
         typer.echo(json.dumps(to_jsonable(content), indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    one = summary(found)
     title = f"{one['folder']}: {one['algorithm']} on {one['environment']}, {one['status']}"
     console.print(Text(printable(title), "bold"))
     progress = found.progress
@@ -90,32 +89,6 @@ def show(
             console.print(f"{key:>22}  {_number(row[key])} [{low}, {high}] at {row['iteration']:.0f}", markup=False)
     for episode in chosen:
         _print_episode(console, found, episode)
-
-
-def _changed(folder: Path) -> float:
-    return max(file.stat().st_mtime for file in folder.iterdir())
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """What a line of `rl-vlm runs` says, as JSON."""
-    config, progress, evaluations = run.config, run.progress, run.evaluations
-    algorithm, env = config.get("algorithm", {"name": "sft"}), config.get("env", {})
-    rewards = progress.get("reward/mean", progress.get("sft/loss", ()))
-    accuracy = next((evaluations[key] for key in evaluations if key.startswith("accuracy/")), ())
-    return {
-        "folder": str(run.folder),
-        "algorithm": algorithm["name"],
-        "environment": env.get("id") or " + ".join(env.get("mixture", ())) or "conversations",
-        "status": run.metrics.get("status", "no result yet"),
-        "iterations": int(progress["iteration"].iloc[-1]) if len(progress) else 0,
-        "reward": _ends(rewards),
-        "accuracy": _ends(accuracy),
-    }
-
-
-def _ends(values: Any) -> list[float | None]:
-    known = [float(value) for value in values if math.isfinite(value)]
-    return [known[0], known[-1]] if known else [None, None]
 
 
 def _number(value: float | None) -> str:

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ Answer = dict[str, Any]
 _FOLDERS = {"train": "trajectories", "eval": "evaluations"}
 _MESSAGES = 500  # the newest that are shown
 _PICTURES = 4  # of a segment, evenly spaced
+_SILENT_S = 600.0  # a run that writes nothing for so long has ended
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILM = re.compile(r"step(\d+)_episode\d+_(-?[\d.]+(?:e[+-]?\d+)?)\.gif")
 _EPISODE = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,6})")
@@ -102,7 +104,7 @@ class RunReader:
         total = algorithm.get("iterations") or config.get(kind, {}).get(
             "total_steps" if kind == "preference" else "steps"
         )
-        files = self.stamps()
+        changed = max((float(stamp.split("-")[0]) for stamp in self.stamps().values()), default=0.0)
         return {
             "folder": str(self._run.folder),
             "name": str(config.get("name", "")),
@@ -110,14 +112,14 @@ class RunReader:
             "kind": kind,
             "algorithm": str(algorithm.get("name", "grpo")),
             "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or "conversations",
-            "status": result.get("status", "running"),
+            "status": result.get("status", "running" if time.time() - changed < _SILENT_S else "no result"),
             "error": str(result.get("error", "")),
             "iterations": int(progress["iteration"].iloc[-1]) if len(progress) else 0,
             "total": total,
             "reward": _ends(progress.get("reward/mean", progress.get("sft/loss", ()))),
             "accuracy": _ends(accuracy),
             "seconds": result.get("train_seconds"),
-            "changed": max((float(stamp.split("-")[0]) for stamp in files.values()), default=0.0),
+            "changed": changed,
             "stamp": self.stamp(),
             "settings": {},
         }

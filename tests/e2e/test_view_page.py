@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -15,6 +17,7 @@ import httpx
 import pytest
 from browser import VIEWS, Opened, chromium, number, served
 from hostile import BIDI, PAYLOADS, write_hostile_run
+from PIL import Image
 from playwright.sync_api import Browser
 from runs import ROOT, rl_vlm
 from test_quickstart import run_dir  # noqa: F401  # the quickstart that CI has made, or one of its own
@@ -217,3 +220,32 @@ def test_a_program_reads_what_the_page_shows(address: str) -> None:
     assert found and answer(address, f"runs/{run['id']}/episodes/{found[0]}")["tokens"]
     shown = json.loads(rl_vlm("show", ROOT / "none", "--json").stdout or "{}")
     assert shown == {}
+
+
+TUTORIAL = ROOT / "docs" / "tutorial_reading.md"
+STEPS = re.findall(r"<!-- place: (\S+) -->\n!\[(.+)\]\((view_\w+\.png)\)", TUTORIAL.read_text())
+
+
+def test_the_tutorial_walks_where_it_says_and_its_pictures_are_made_here(
+    browser: Browser, address: str, tmp_path: Path
+) -> None:
+    """RL_VLM_SCREENSHOTS=docs writes the pictures that the page shows."""
+    assert len(STEPS) == 6
+    out = Path(os.environ.get("RL_VLM_SCREENSHOTS", tmp_path))
+    page = Opened(browser, address, 1200)
+    page.page.set_viewport_size({"width": 1200, "height": 760})
+    for place, told, name in STEPS:
+        page.go(place)
+        text = page.page.locator("main").inner_text()
+        view, _, _ = told.partition(":")
+        assert view.lower() in text.lower(), told
+        assert page.page.locator("main p.bad").count() == 0, (place, text[:500])
+        if told.startswith("Episode:"):
+            assert page.page.locator("[data-token]").count() > 3
+        page.page.wait_for_timeout(500)  # pictures are decoded
+        with Image.open(io.BytesIO(page.page.screenshot())) as shot:
+            assert len(shot.convert("RGB").getcolors(1 << 24) or ()) > 50, f"{name} is empty"
+            shot.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(out / name, optimize=True)
+        assert (ROOT / "docs" / name).exists(), f"make it: RL_VLM_SCREENSHOTS=docs pytest {__file__}"
+    assert page.problems == []
+    page.close()

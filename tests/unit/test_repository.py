@@ -51,6 +51,8 @@ def test_ci_walks_the_readme_and_then_the_other_python(tmp_path: Path, other: st
     shutil.copy(ROOT / ".ci/run", clone / ".ci/run")
     _executable(tools / "make", f'echo "$@" >> {log}')
     _executable(clone / ".venv/bin/python", "echo 3.11")
+    for name in ("git", "chromium"):
+        _executable(tools / name, "exit 0")
     for name in ("python3.11", "python3.12"):
         _executable(tools / name, f"exit {0 if other == 'installed' else 127}")
     pyenv = tmp_path / "pyenv"
@@ -65,8 +67,8 @@ def test_ci_walks_the_readme_and_then_the_other_python(tmp_path: Path, other: st
     others = [f"{step} VENV=.venv-3.12 PYTHON={python}" for step in ("install", "unit")] if python else []
     made = log.read_text().splitlines()
     # Installed before the tests, which look up entry points; its unit tests run beside all the rest.
-    assert made[: 1 + len(others[:1])] == ["install", *others[:1]]
-    assert sorted(made) == sorted(["install", "quickstart", "test", *others])
+    assert made[: 2 + len(others[:1])] == ["page", "install", *others[:1]]
+    assert sorted(made) == sorted(["page", "install", "quickstart", "test", *others])
     assert ("No other supported Python" in done.stdout) == (python is None)
 
 

@@ -22,7 +22,7 @@ export interface RunLine {
   kind: "policy" | "preference" | "sft";
   algorithm: string;
   environment: string;
-  status: string; // "done", "interrupted", "failed", or "running" while there is no result
+  status: string; // "done", "interrupted", "failed"; without a result "running", or "no result" where nothing was written for ten minutes
   error: string; // why it failed
   iterations: number;
   total: Num; // iterations that are planned
