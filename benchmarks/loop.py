@@ -45,7 +45,8 @@ def measure(quick: bool, num_learners: int) -> Report:
     sizes, rounds, steps = ((16,), 3, 5) if quick else ((16, 64), 6, 8)
     ours = (f"learner.num_learners={num_learners}", "algorithm.iterations=100000")
     floor = [Stepper("one process, 1 thread", "one", "--threads", "1")]
-    system = [Stepper("rl_vlm, lag 0", "ours", *ours)]
+    bare = Stepper("rl_vlm, lag 0, no trajectories", "ours", *ours, "logging.trajectories_every=0")
+    system = [Stepper("rl_vlm, lag 0", "ours", *ours), bare]
     peers: list[Stepper] = []
     if not quick:
         floor.append(Stepper("one process, 2 threads", "one", "--threads", "2"))
@@ -76,6 +77,9 @@ def measure(quick: bool, num_learners: int) -> Report:
             best = min(statistics.median(c.totals(prompts)) for c in floor)
             mine = statistics.median(system[0].totals(prompts))
             report.ratios[f"floor / rl_vlm at {prompts}×8"] = best / mine
+            # Means: one step in ten writes trajectories.
+            kept, without = (statistics.fmean(one.totals(prompts)) for one in system[:2])
+            report.ratios[f"no trajectories / rl_vlm at {prompts}×8"] = without / kept
             if peers and prompts == 16:
                 report.ratios["TRL / rl_vlm at 16×8"] = min(statistics.median(c.totals(16)) for c in peers) / mine
     finally:

@@ -16,6 +16,7 @@ from turns import HERE, serve
 
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.monitoring.recorder import RunRecorder
 
 
 class OneProcess:
@@ -56,6 +57,7 @@ class Ours:
         scratch = Path(tempfile.mkdtemp(prefix="rl-vlm-bench-"))
         self._algorithm: Any = kind_of(run).algorithm_class(run).from_run_config(run, scratch).build_algo()
         atexit.register(self._algorithm.stop)
+        self._recorder = RunRecorder(scratch, run)
         self._replicas = [
             process
             for process in psutil.Process().children(recursive=True)
@@ -67,6 +69,9 @@ class Ours:
             self._change_prompts(prompts)
         started, cpu_s = time.perf_counter(), self._engine_s()
         self._algorithm.train()
+        if recorded := [group for group in self._algorithm.last_groups if group.recorded]:
+            tokens, text = self._algorithm.last_tokens, self._algorithm.text
+            self._recorder.dump_trajectories(self._algorithm.updates, recorded, tokens, text)
         total = time.perf_counter() - started
         metrics = self._algorithm.last_metrics
         seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}

@@ -77,6 +77,8 @@ def show(
     console = Console(highlight=False, soft_wrap=True)
     title = f"{one['folder']}: {one['algorithm']} on {one['environment']}, {one['status']}"
     console.print(Text(printable(title), "bold"))
+    for finding in one["findings"]:
+        console.print(Text(printable(f"! {finding['text']}"), "yellow"))
     progress = found.progress
     for name in _CURVES:
         if name in progress and len(values := progress[name].dropna()):

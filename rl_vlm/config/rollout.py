@@ -337,4 +337,4 @@ class SightSection(Section):
     items: int = Field(8, ge=2)  # Held-out items that the gate asks about, each with several images.
     every: Natural = 10  # Iterations between the figures sight/kl_blank and sight/gap; 0: none.
     samples: Count = 4  # Trajectories that these figures are computed from.
-    blank_items: Natural = 32  # Held-out items that evaluations repeat with blank images, for sight/accuracy_gap.
+    blank_items: Natural = 32  # Held-out items that evaluations repeat with blank and with swapped images.

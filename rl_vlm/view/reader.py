@@ -27,6 +27,7 @@ from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.files import to_jsonable
 from rl_vlm.runs.api import Run
 from rl_vlm.types import UserInputError
+from rl_vlm.view.findings import Finding, findings
 
 SCHEMA = 1
 Answer = dict[str, Any]
@@ -122,7 +123,18 @@ class RunReader:
             "changed": changed,
             "stamp": self.stamp(),
             "settings": {},
+            "findings": [found._asdict() for found in self._findings(config)],
         }
+
+    def _findings(self, config: Mapping[str, Any]) -> list[Finding]:
+        newest: Mapping[str, list[Any]] = {}
+        for name, stamp in [*self._dumps(_FOLDERS["train"]).items()][-1:]:
+            newest = self._once(name, stamp, partial(self._list, "train")) or {}
+        pairs: list[Answer] = []
+        for name, stamp in [*self._dumps("labels").items()][-1:]:
+            pairs = self._once(name, stamp, self._pairs) or []
+        lag = int(config.get("rollout", {}).get("max_policy_lag", 0))
+        return findings(self._run.progress, self._run.evaluations, newest, pairs, lag)
 
     def run(self, line: Answer) -> Answer:
         files = self.stamps()

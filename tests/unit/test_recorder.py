@@ -24,6 +24,7 @@ from recorder_support import (
     scalars,
     trajectory,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_vlm import files
 from rl_vlm.config import PolicyConfig
@@ -31,6 +32,7 @@ from rl_vlm.files import to_jsonable, whole_lines, write_atomic
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Message, TrajectoryGroup
 
 
@@ -243,6 +245,40 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     recorder.dump_trajectories(11, [group(0, images=(red,))], TokenRecord(), WORDS)
     assert (images / f"{red.sha256}.png").stat().st_ino == before  # written once
     assert leftovers(tmp_path) == []
+
+
+def test_tensorboard_gets_one_episode_of_an_evaluation_with_its_pictures(tmp_path):
+    red = picture("red")
+    recorder = RunRecorder(tmp_path, PolicyConfig())
+    messages = (Message.of("user", red, "How <b>many</b>?"), Message.of("assistant", "3"))
+    items = [
+        (
+            RolloutTask(name, k, "test", 0, 0, 1, 0.0, 0, variant="default"),
+            TrajectoryGroup(name, k, [trajectory(name, k, (red,), messages=messages)]),
+        )
+        for k, name in enumerate("ab")
+    ]
+    recorder.dump_evaluation(5, items, WORDS)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (text,) = events.Tensors("episode/text_summary")
+    said = text.tensor_proto.string_val[0].decode()
+    assert text.step == 5 and "[user] How <b>many</b>?" in said and said.rstrip().endswith("reward 1")
+    assert all(line.startswith("    ") for line in said.splitlines())  # a block of code: nothing in it is markup
+    (shown,) = events.Images("episode/picture_1")
+    assert shown.encoded_image_string == red.png
+    kept = read_trajectories(tmp_path / "evaluations" / "iteration-000005.parquet")
+    assert [(row["index"], row["variant"], row["view"], row["advantage"]) for row in kept] == [
+        (0, "default", "true", None),
+        (1, "default", "true", None),
+    ]
+
+
+def test_messages_are_kept(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_message(3, "A group was lost: \udc80")
+    (line,) = (tmp_path / "messages.jsonl").read_text().splitlines()
+    assert json.loads(line) | {"time": 0} == {"iteration": 3, "time": 0, "text": "A group was lost: ?"}
 
 
 # --- Weights & Biases: used when its key is set, never in the way of a run

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from label_support import pair
 from recorder_support import WORDS, picture, trajectory
@@ -22,6 +23,7 @@ from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Message, TrajectoryGroup
+from rl_vlm.view.findings import findings
 from rl_vlm.view.library import Library
 from rl_vlm.view.reader import NotThereError
 from rl_vlm.view.report import choose_episodes
@@ -259,3 +261,61 @@ def test_a_sweep_is_its_trials(tmp_path: Path) -> None:
         "reward/part/form",
     }
     assert told["evaluations"] == {"iteration": [0, 2], "accuracy/default": [0.25, 0.5]}
+
+
+# --- What looks wrong
+
+
+def table(**columns: list[float]) -> pd.DataFrame:
+    return pd.DataFrame({key.replace("__", "/"): values for key, values in columns.items()})
+
+
+def found(
+    progress: Any = None, evaluations: Any = None, newest: Any = None, pairs: Any = (), lag: int = 0
+) -> list[str]:
+    nothing = pd.DataFrame()
+    given = nothing if progress is None else progress, nothing if evaluations is None else evaluations
+    return [finding.view for finding in findings(*given, newest or {}, pairs, lag)]
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    rows = 20
+    progress = table(
+        accuracy__a=[0.0] * 5 + [0.5] * 15, accuracy__b=[1.0] * rows, mismatch__kl=[1e-13] * 10 + [1e-12] * 10,
+        reward__zero_advantage_groups=[1.0] * 19 + [0.9],
+    )  # fmt: skip
+    evaluations = table(accuracy__default=[0.2, 0.9], reward__default=[0.2, 0.95])
+    newest = {"replicas": ["a", "b", "a, b"], "newest": [4, 5, 5]}
+    assert found(progress, evaluations, newest, [{"answers": [0, 0]}] * 50) == []
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    "view, given",
+    [
+        ("episodes", {"evaluations": table(accuracy__default=[0.25, 0.0], reward__default=[0.25, 1.0])}),
+        ("curves", {"progress": table(accuracy__a=[0.5] * 10, accuracy__b=[0.0] * 10)}),
+        ("curves", {"progress": table(mismatch__kl=[1e-4] * 5 + [0.1] * 5)}),
+        ("groups", {"progress": table(reward__zero_advantage_groups=[0.0] * 5 + [1.0] * 5)}),
+        ("system", {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}}),
+        ("system", {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}, "lag": 4}),
+        ("sight", {"evaluations": pd.DataFrame([{"sight/accuracy_gap_high": 0.05, "sight/accuracy_blank": 0.9, "sight/accuracy_gap": 0.0}])}),
+        ("preferences", {"pairs": [{"answers": [0, 1]}] * 10 + [{"answers": [1, 1]}] * 20}),
+    ],
+)  # fmt: skip
+def test_what_looks_wrong_is_found(view: str, given: dict[str, Any]) -> None:
+    assert found(**given) == [view]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"progress": table(accuracy__a=[0.5] * 9, accuracy__b=[0.0] * 9)},  # too early
+        {"progress": table(accuracy__a=[0.0] * 30)},  # nothing is known to pay
+        {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}, "lag": 5},
+        {"pairs": [{"answers": [0, 1]}] * 19},  # too few
+        {"pairs": [{"answers": [0]}] * 50},  # one order
+    ],
+)
+def test_what_may_be_chance_is_no_finding(given: dict[str, Any]) -> None:
+    assert found(**given) == []

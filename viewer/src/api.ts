@@ -32,6 +32,7 @@ export interface RunLine {
   changed: number; // seconds since 1970
   stamp: string; // changes when a file of the run does
   settings: Record<string, string>; // dotted keys in which the listed runs differ
+  findings: { text: string; view: string }[]; // what looks wrong, and the view that shows why
 }
 
 /** GET api/v1/runs/{id} */

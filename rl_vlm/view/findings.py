@@ -1,0 +1,114 @@
+"""What looks wrong in a run, in sentences: each a check of a few numbers, with the view that shows the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from rl_vlm.runs.policy import blind
+
+_GAINED = 0.1  # of a reward or an accuracy: a smaller change says nothing
+_ROWS = 10  # of metrics, before which an environment may not yet have paid
+_STUCK = 5  # iterations in a row
+_MISMATCH = 1e-2  # nats per token, and so many times what it was
+_GROWN = 10.0
+_LEAST_PAIRS, _BIASED = 20, 0.2
+
+
+class Finding(NamedTuple):
+    """A sentence, and the view of the page that shows why."""
+
+    text: str
+    view: str
+
+
+def findings(
+    progress: pd.DataFrame,
+    evaluations: pd.DataFrame,
+    newest: Mapping[str, Sequence[Any]],
+    pairs: Sequence[Any],
+    lag: int,
+) -> list[Finding]:
+    """Of metrics by iteration, evaluations, the newest dump's list of episodes, and the newest session's pairs.
+    `lag`: how many versions behind a replica may be."""
+    return [
+        *_gamed(evaluations),
+        *_never_pays(progress),
+        *_stale(newest, lag),
+        *(Finding(text, "sight") for row in evaluations.tail(1).to_dict("records") if (text := blind(row))),
+        *_stuck(progress),
+        *_mismatch(progress),
+        *_position(pairs),
+    ]
+
+
+def _gamed(evaluations: pd.DataFrame) -> Iterator[Finding]:
+    accuracy, reward = (
+        next((evaluations[key] for key in evaluations if key.startswith(f"{name}/")), None)
+        for name in ("accuracy", "reward")
+    )
+    if accuracy is None or reward is None or len(accuracy) < 2:
+        return
+    first, last = (float(accuracy.iloc[place]) for place in (0, -1))
+    paid, pays = (float(reward.iloc[place]) for place in (0, -1))
+    if pays - paid > _GAINED and first - last > _GAINED:
+        yield Finding(
+            f"The held-out reward rose from {paid:.2g} to {pays:.2g} while the accuracy fell from {first:.0%} to "
+            f"{last:.0%}: the reward may be gamed. Read answers that earn much.", "episodes",
+        )  # fmt: skip
+
+
+def _never_pays(progress: pd.DataFrame) -> Iterator[Finding]:
+    known = {key.removeprefix("accuracy/"): progress[key].dropna() for key in progress if key.startswith("accuracy/")}
+    if len(progress) < _ROWS or not any((values > 0).any() for values in known.values()):
+        return
+    for name, values in known.items():
+        if len(values) >= _ROWS and not (values > 0).any():
+            yield Finding(
+                f"{name}: no answer was right in {len(values)} iterations. Either the task is too hard at first, or "
+                "its reward never pays.", "curves",
+            )  # fmt: skip
+
+
+def _stale(newest: Mapping[str, Sequence[Any]], lag: int) -> Iterator[Finding]:
+    served: dict[str, int] = {}
+    for replicas, version in zip(newest.get("replicas", ()), newest.get("newest", ()), strict=True):
+        for replica in filter(None, replicas.split(", ")):
+            served[replica] = max(version, served.get(replica, version))
+    for replica, version in served.items():
+        behind = max(served.values()) - version
+        if behind > lag + 1:
+            yield Finding(f"Replica {replica} serves version {version}, {behind} behind the others.", "system")
+
+
+def _stuck(progress: pd.DataFrame) -> Iterator[Finding]:
+    idle = progress.get("reward/zero_advantage_groups", pd.Series(dtype=float)).dropna()
+    if len(idle) >= _STUCK and (idle.tail(_STUCK) >= 1).all():
+        yield Finding(
+            f"In the last {_STUCK} iterations all answers of each group earned the same, so nothing was learned.",
+            "groups",
+        )
+
+
+def _mismatch(progress: pd.DataFrame) -> Iterator[Finding]:
+    kl = progress.get("mismatch/kl", pd.Series(dtype=float)).dropna()
+    if len(kl) < 2 * _STUCK:
+        return
+    first, last = float(kl.head(_STUCK).mean()), float(kl.tail(_STUCK).mean())
+    if last > max(_MISMATCH, _GROWN * first):
+        yield Finding(
+            f"Engine and learner disagree more and more: mismatch/kl is {last:.2g}, and was {first:.2g}.", "curves"
+        )
+
+
+def _position(pairs: Sequence[Any]) -> Iterator[Finding]:
+    """Answers are in terms of the pair as it is, so the same position named in both orders gives two different ones."""
+    both = [pair["answers"] for pair in pairs if len(pair["answers"]) == 2]
+    same = sum({*answers} == {0, 1} for answers in both)
+    if len(both) >= _LEAST_PAIRS and same > _BIASED * len(both):
+        yield Finding(
+            f"In {same / len(both):.0%} of the newest pairs the labeller named the same position in both orders: its "
+            "answers follow the order, not the pictures.", "preferences",
+        )  # fmt: skip
