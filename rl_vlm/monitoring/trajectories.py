@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Tur
 
 VERSION = 2  # of the columns; 1 had none of what is said of tokens beside `logprobs`
 _BEGINNING = 200  # characters of a question and an answer in a list
+_WRITERS = 8
 _ROWS = 64  # that a reader of one episode decodes
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
 _TURN = pa.struct(
@@ -83,29 +85,35 @@ def write_trajectories(
     folder: Path, iteration: int, groups: Sequence[TrajectoryGroup], tokens: TokenRecord, text: TextSide
 ) -> Path:
     """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks."""
-    path = folder / f"iteration-{iteration:06d}.parquet"
-    rows = [_row(group, one, text, tokens, folder / "images") for group in groups for one in group.trajectories]
-    return _write(path, [row | {"iteration": iteration} for row in rows])
+    path, images = folder / f"iteration-{iteration:06d}.parquet", dict[str, EncodedImage]()
+    rows = [_row(group, one, text, tokens, images) for group in groups for one in group.trajectories]
+    return _write(path, folder / "images", [row | {"iteration": iteration} for row in rows], images.values())
 
 
 def write_evaluation(
     path: Path,
-    images: Path,
+    folder: Path,
     iteration: int,
     items: Iterable[tuple[RolloutTask, TrajectoryGroup]],
     category: str,
     text: TextSide,
 ) -> Path:
-    """Write the episodes of held-out items, and the images that the folder `images` lacks."""
-    rows = []
+    """Write the episodes of held-out items, and the images that `folder` lacks."""
+    rows, images = [], dict[str, EncodedImage]()
     for task, group in items:
         row = _row(group, group.trajectories[0], text, TokenRecord(), images)
         kind = str(group.trajectories[0].info.get(category, ""))
         rows.append(row | {"iteration": iteration, "variant": task.variant, "view": task.view, "category": kind})
-    return _write(path, rows)
+    return _write(path, folder, rows, images.values())
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+def _write(path: Path, folder: Path, rows: Sequence[Mapping[str, Any]], images: Iterable[EncodedImage]) -> Path:
+    missing = [(folder / f"{image.sha256}.png", image.png) for image in images]
+    missing = [(place, png) for place, png in missing if not place.exists()]
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_WRITERS) as writers:  # each waits for the disk
+            list(writers.map(lambda one: write_atomic(*one), missing))
     buffer = pa.BufferOutputStream()
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     pq.write_table(table, buffer, compression="zstd", row_group_size=_ROWS)
@@ -115,15 +123,17 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def _row(
-    group: TrajectoryGroup, trajectory: Trajectory, text: TextSide, tokens: TokenRecord, images: Path
+    group: TrajectoryGroup,
+    trajectory: Trajectory,
+    text: TextSide,
+    tokens: TokenRecord,
+    images: dict[str, EncodedImage],
 ) -> dict[str, Any]:
+    """The row of one trajectory, whose images are added to `images`."""
     # What the policy saw stands in the place of what the environment showed; it has not seen the last observation.
     told = images_of(trajectory.messages)
     shown = [*trajectory.images[: len(told)], *told[len(trajectory.images) :]]
-    for image in {image.sha256: image for image in (*trajectory.images, *shown)}.values():
-        if not (images / f"{image.sha256}.png").exists():
-            images.mkdir(parents=True, exist_ok=True)
-            write_atomic(images / f"{image.sha256}.png", image.png)
+    images |= {image.sha256: image for image in (*trajectory.images, *shown)}
     name, left = trajectory.trajectory_id, iter(shown)
     messages = [
         {
@@ -148,8 +158,6 @@ def _row(
         "images": [image.sha256 for image in trajectory.images],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
         "text": text.codec.decode(trajectory.token_ids),
-        "tokens": token_texts(text, trajectory.token_ids),
-        "image_spans": image_spans(text, trajectory.token_ids, trajectory.images),
         "replica_ids": list(trajectory.replica_ids),
         "correct": trajectory.correct,
         "question": _beginning(trajectory.messages, "user", 0),
@@ -158,7 +166,9 @@ def _row(
         **{key: getattr(trajectory, key) for key in _COUNTS},
         **{"variant": "", "view": "true", "category": ""},
     }
-    arrays = {key: getattr(trajectory, key) for key in ("token_ids", "loss_mask", "logprobs")}
+    arrays: dict[str, Any] = {key: getattr(trajectory, key) for key in ("token_ids", "loss_mask", "logprobs")}
+    arrays["tokens"] = token_texts(text, trajectory.token_ids)
+    arrays["image_spans"] = image_spans(text, trajectory.token_ids, trajectory.images)
     known = {
         "learner_logprobs": tokens.logprobs,
         "advantages": tokens.advantages,
