@@ -9,6 +9,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from browser import VIEWS, Opened, chromium, number, served
 from hostile import BIDI, PAYLOADS, write_hostile_run
 from PIL import Image
 from playwright.sync_api import Browser
-from runs import ROOT, rl_vlm
+from runs import ROOT, environment, rl_vlm
 from test_quickstart import run_dir  # noqa: F401  # the quickstart that CI has made, or one of its own
 
 
@@ -249,3 +251,65 @@ def test_the_tutorial_walks_where_it_says_and_its_pictures_are_made_here(
         assert (ROOT / "docs" / name).exists(), f"make it: RL_VLM_SCREENSHOTS=docs pytest {__file__}"
     assert page.problems == []
     page.close()
+
+
+# Every kind of run: recipe, overrides, and the views that it has.
+KINDS = {
+    "geo3k": (
+        "geo3k_offline_tiny",
+        ("algorithm.iterations=10", "evaluation.every=10", "evaluation.num_items=32"),
+        VIEWS,
+    ),
+    "zoom": ("zoom_tiny", ("algorithm.iterations=30", "evaluation.every=15"), VIEWS),
+    "mixture": ("mixture_tiny", ("algorithm.iterations=40", "evaluation.every=20"), VIEWS),
+    "ppo": ("ppo_tiny", ("algorithm.iterations=20", "evaluation.every=10"), VIEWS),
+    "cartpole": ("rl_vlm_f/cartpole_tiny", (), ("curves", "preferences", "system")),
+}
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each kind, and a sweep; RL_VLM_KINDS_OF_RUNS names a folder that holds them already."""
+    if given := os.environ.get("RL_VLM_KINDS_OF_RUNS"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("kinds")
+    for name, (recipe, overrides, _) in KINDS.items():
+        done = rl_vlm("train", recipe, *overrides, "--run-dir", folder / name, timeout=1500)
+        assert done.returncode == 0, done.stderr
+    command = [sys.executable, ROOT / "tune" / "compare_losses.py", "--quick", "--out", folder / "losses"]
+    subprocess.run(command, env=environment(), check=True, timeout=1500)
+    return folder
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("width, scheme", [(1440, "light"), (390, "dark")])
+def test_every_view_of_every_kind_of_run(
+    browser: Browser, all_kinds: Path, tmp_path: Path, width: int, scheme: str
+) -> None:
+    """RL_VLM_SCREENSHOTS keeps the pictures."""
+    out = Path(os.environ.get("RL_VLM_SCREENSHOTS", tmp_path))
+    with served(all_kinds) as address:
+        page = Opened(browser, address, width, scheme)
+        places = [("runs", "/")]
+        for name, (_, _, views) in KINDS.items():
+            places += [(f"{name}-{view}", f"/#/{view}/{name}") for view in views]
+            if "groups" in views:
+                listed = answer(address, f"runs/{name}/episodes")
+                longest = max(
+                    range(len(listed["id"])),
+                    key=lambda k: (listed["kind"][k] == "train", listed["turns"][k], listed["id"][k]),
+                )
+                places += [(f"{name}-episode", f"/#/episodes/{name}?open={listed['id'][longest]}&colour=engine&grid=1")]
+                places += [
+                    (f"{name}-group", f"/#/groups/{name}?{httpx.QueryParams({'group': listed['group'][longest]})}")
+                ]
+        trial = next(line["id"] for line in answer(address, "runs")["runs"] if line["sweep"])
+        for name, place in [*places, ("trial-curves", f"/#/curves/{trial}"), ("trial-system", f"/#/system/{trial}")]:
+            page.go(place)
+            page.page.screenshot(path=out / f"{name}-{width}.png", full_page=width < 1000 and "episodes" not in name)
+            assert page.violations() == [], place
+            assert not page.overflows(), place
+            assert page.page.locator("main p.bad").count() == 0, place
+        assert page.problems == []
+        page.close()
