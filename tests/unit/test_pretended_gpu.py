@@ -157,14 +157,15 @@ def test_a_learner_on_a_gpu_does_what_one_on_a_cpu_does(tiny_folder: Path, name:
         cpu.stats["policy/grad_norm"], rel=1e-3 if run.model.dtype == "float32" else 0.2
     )
     for here, other in ((cpu.payload, there.payload), (cpu.averaged, there.averaged)):
-        check_close(here, other, 1e-6 if run.model.dtype == "float32" else 1e-3)
+        # A step moves a weight by about 1e-3; Adam divides by a gradient's size, so rounding shows in single weights.
+        check_close(here, other, 1e-5 if run.model.dtype == "float32" else 1e-3)
 
 
 def check_close(first: WeightPayload, second: WeightPayload, limit: float) -> None:
     ours, theirs = first.state(), second.state()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=limit, msg=name)
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=limit, msg=lambda m: name + m)
 
 
 def test_supervised_steps_on_a_gpu_are_those_of_a_cpu(tiny_folder: Path, tmp_path: Path) -> None:
