@@ -165,7 +165,9 @@ def check_close(first: WeightPayload, second: WeightPayload, limit: float) -> No
     ours, theirs = first.state(), second.state()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, theirs[name], rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_supervised_steps_on_a_gpu_are_those_of_a_cpu(tiny_folder: Path, tmp_path: Path) -> None:
