@@ -100,7 +100,7 @@ class Run:
         files, root = self._opened()
         place = f"{root}/{folder}".rstrip("/")
         try:
-            found = files.ls(place, detail=True)
+            found = files.ls(place, detail=True, refresh=True)  # listings of object stores are kept otherwise
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return {

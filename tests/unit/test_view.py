@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -319,3 +320,19 @@ def test_what_looks_wrong_is_found(view: str, given: dict[str, Any]) -> None:
 )
 def test_what_may_be_chance_is_no_finding(given: dict[str, Any]) -> None:
     assert found(**given) == []
+
+
+def test_a_run_at_a_url_is_read_as_one_here(place: Path) -> None:
+    files = fsspec.filesystem("memory")
+    for path in (place / "counts").rglob("*"):
+        if path.is_file():
+            files.pipe_file(f"/bucket/counts/{path.relative_to(place / 'counts')}", path.read_bytes())
+    here, there = Library([place / "counts"]), Library(["memory://bucket/counts"])
+    (line,) = there.answer("runs")["runs"]
+    assert line["id"] == "bucket~counts" and line["status"] == "done"
+    assert there.answer("runs/bucket~counts/episodes") == here.answer("runs/counts/episodes")
+    before = there.answer("stamps")
+    assert there.answer("runs/bucket~counts/episodes/train-2-0") == here.answer("runs/counts/episodes/train-2-0")
+    files.pipe_file("/bucket/counts/progress.csv", b"iteration,reward/mean\n1,0.75\n")
+    assert there.answer("stamps") != before and there.answer("runs")["runs"][0]["reward"] == [0.75, 0.75]
+    files.rm("/bucket", recursive=True)
