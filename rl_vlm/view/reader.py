@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+from yaml import YAMLError
 
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.files import to_jsonable
@@ -92,13 +93,20 @@ class RunReader:
 
     # The run.
 
+    def _read(self) -> tuple[dict[str, Any], dict[str, Any], pd.DataFrame, pd.DataFrame]:
+        """Configuration, result, progress and evaluations; nothing but an error of a run with a damaged file."""
+        try:
+            return self._run.config, self._run.metrics, self._run.progress, self._run.evaluations
+        except (*_DAMAGED, UserInputError, YAMLError) as error:
+            told = f"A file of the run cannot be read: {error}"
+            return {}, {"status": "damaged", "error": told}, pd.DataFrame(), pd.DataFrame()
+
     def config(self) -> dict[str, str]:
-        return dict(_flat(self._run.config))
+        return dict(_flat(self._read()[0]))
 
     def line(self) -> Answer:
         """The run in the list of runs."""
-        config, result, progress = self._run.config, self._run.metrics, self._run.progress
-        evaluations = self._run.evaluations
+        config, result, progress, evaluations = self._read()
         algorithm, env = config.get("algorithm", {"name": "sft"}), config.get("env", {})
         kind = next((kind for kind in ("preference", "sft") if kind in config), "policy")
         accuracy = next((evaluations[key] for key in evaluations if key.startswith("accuracy/")), ())
@@ -123,10 +131,10 @@ class RunReader:
             "changed": changed,
             "stamp": self.stamp(),
             "settings": {},
-            "findings": [found._asdict() for found in self._findings(config)],
+            "findings": [found._asdict() for found in self._findings(config, progress, evaluations)],
         }
 
-    def _findings(self, config: Mapping[str, Any]) -> list[Finding]:
+    def _findings(self, config: Mapping[str, Any], progress: pd.DataFrame, evaluations: pd.DataFrame) -> list[Finding]:
         newest: Mapping[str, list[Any]] = {}
         for name, stamp in [*self._dumps(_FOLDERS["train"]).items()][-1:]:
             newest = self._once(name, stamp, partial(self._list, "train")) or {}
@@ -134,10 +142,10 @@ class RunReader:
         for name, stamp in [*self._dumps("labels").items()][-1:]:
             pairs = self._once(name, stamp, self._pairs) or []
         lag = int(config.get("rollout", {}).get("max_policy_lag", 0))
-        return findings(self._run.progress, self._run.evaluations, newest, pairs, lag)
+        return findings(progress, evaluations, newest, pairs, lag)
 
     def run(self, line: Answer) -> Answer:
-        files = self.stamps()
+        files, (_, result, progress, evaluations) = self.stamps(), self._read()
         counts = {
             kind: sum(self._rows(name, stamp) for name, stamp in self._dumps(folder).items())
             for kind, folder in {**_FOLDERS, "pairs": "labels"}.items()
@@ -145,9 +153,9 @@ class RunReader:
         return {
             "line": line,
             "config": self.config(),
-            "result": self._run.metrics,
-            "progress": _columns(self._run.progress),
-            "evaluations": _columns(self._run.evaluations),
+            "result": result,
+            "progress": _columns(progress),
+            "evaluations": _columns(evaluations),
             "messages": [{"iteration": one.get("iteration"), "text": str(one.get("text", ""))}
                          for one in self._run.lines("messages.jsonl")[-_MESSAGES:]],
             "losses": self._losses(),

@@ -162,6 +162,19 @@ def test_a_run_that_goes_on_is_followed_and_a_damaged_file_left_out(place: Path)
     assert "later" in library.answer("stamps")["stamps"]
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [("config.yaml", "a: [1"), ("result.json", '{"status"'), ("progress.csv", 'a,"b\n1'), ("eval.jsonl", "x\n")],
+)
+def test_a_damaged_file_is_told_and_the_other_runs_are_shown(place: Path, name: str, content: str) -> None:
+    (place / "counts" / name).write_text(content)
+    library = Library([place])
+    lines = {line["id"]: line for line in library.answer("runs")["runs"]}
+    assert lines["counts"]["status"] == "damaged" and "cannot be read" in lines["counts"]["error"]
+    assert lines["deep~new"]["status"] == "running"
+    assert library.answer("runs/counts")["has"]["episodes"] == 4
+
+
 def test_search_finds_texts_of_any_case(place: Path) -> None:
     library = Library([place])
     assert len(library.answer("runs/counts/search", "5 6 7")["ids"]) == 6
