@@ -121,18 +121,20 @@ def send_trackio(reader: RunReader, project: str, count: int) -> int:
 
 
 def send_wandb(reader: RunReader, project: str, count: int) -> int:
-    """Log a table of episodes with their pictures. Returns how many rows."""
-    wandb = _optional("wandb", "wandb")
-    columns = ["id", "kind", "iteration", "env", "reward", "correct", "status", "pictures", "conversation"]
-    table = wandb.Table(columns=columns)
+    """Log a table of episodes, a column per picture. Returns how many rows."""
+    wandb, facts_shown = _optional("wandb", "wandb"), ["id", "kind", "iteration", "env", "reward", "correct", "status"]
+    rows = []
     for facts, told in kept_episodes(reader, count):
         parts = [part for message in told["messages"] for part in message["parts"] if "picture" in part]
         pictures = [wandb.Image(_picture(reader, part["picture"]["sha"])) for part in parts]
         said = [f"[{one['role']}] {' '.join(map(_text_of, one['parts']))}" for one in told["messages"]]
-        table.add_data(*(facts[name] for name in columns[:-2]), pictures, "\n".join(said))
+        rows.append(([facts[name] for name in facts_shown], "\n".join(said), pictures))
+    most = max((len(pictures) for *_, pictures in rows), default=0)
+    columns = [*facts_shown, "conversation", *(f"picture {number + 1}" for number in range(most))]
+    data = [[*facts, said, *pictures, *[None] * (most - len(pictures))] for facts, said, pictures in rows]
     with wandb.init(project=project, name=reader.line()["name"], job_type="episodes") as run:
-        run.log({"episodes": table})
-    return len(table.data)
+        run.log({"episodes": wandb.Table(columns=columns, data=data)})
+    return len(rows)
 
 
 def _text_of(part: Answer) -> str:

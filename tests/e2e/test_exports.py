@@ -54,4 +54,11 @@ def test_other_viewers_take_the_episodes_with_their_pictures(run_dir: Path, pyth
     pictures = [path for path in tmp_path.rglob("*.png") if "wandb" not in path.parts]
     assert len(pictures) >= 10
     assert "20 episodes" in run(python, tmp_path, *report, "--to", "wandb:shapes")
-    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png"))) >= 10
+    # What is uploaded with the table waits in W&B's own folder.
+    staged = [path.read_bytes() for path in (tmp_path / ".local/share/wandb/artifacts/staging").iterdir()]
+    assert sum(content.startswith(b"\x89PNG") for content in staged) >= 10
+    tables = [json.loads(content) for content in staged if content.startswith(b'{"_type": "table"')]
+    assert tables
+    for table in tables:
+        pictures = [row[table["columns"].index("picture 1")] for row in table["data"]]
+        assert len(pictures) == 20 and {one["_type"] for one in pictures} == {"image-file"}
