@@ -185,7 +185,7 @@ def test_hostile_answers_take_linear_time(unit: str) -> None:
             parse_tool_call(text)
         except ToolCallError:
             pass
-    assert time.thread_time() - started < 5
+    assert time.thread_time() - started < 30  # half a second alone; squared it would take minutes
 
 
 # --- vLLM's own parsers beside ours
