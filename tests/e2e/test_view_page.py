@@ -235,15 +235,17 @@ def test_the_tutorial_walks_where_it_says_and_its_pictures_are_made_here(
     assert len(STEPS) == 6
     out = Path(os.environ.get("RL_VLM_SCREENSHOTS", tmp_path))
     page = Opened(browser, address, 1200)
-    page.page.set_viewport_size({"width": 1200, "height": 760})
     for place, told, name in STEPS:
         page.go(place)
         text = page.page.locator("main").inner_text()
         view, _, _ = told.partition(":")
         assert view.lower() in text.lower(), told
         assert page.page.locator("main p.bad").count() == 0, (place, text[:500])
+        page.page.set_viewport_size({"width": 1200, "height": 760})
         if told.startswith("Episode:"):
-            assert page.page.locator("[data-token]").count() > 3
+            page.page.set_viewport_size({"width": 1200, "height": 860})
+            page.page.locator("[data-token]").nth(2).hover()
+            assert "log-probability, learner" in page.page.locator(".panel").inner_text()
         page.page.wait_for_timeout(500)  # pictures are decoded
         with Image.open(io.BytesIO(page.page.screenshot())) as shot:
             assert len(shot.convert("RGB").getcolors(1 << 24) or ()) > 50, f"{name} is empty"
