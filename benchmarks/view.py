@@ -30,15 +30,7 @@ from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.monitoring.trajectories import write_trajectories
-from rl_vlm.types import (
-    EncodedImage,
-    Message,
-    StopReason,
-    Trajectory,
-    TrajectoryGroup,
-    TrajectoryStatus,
-    Turn,
-)
+from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 TURNS, SIZE = 3, 8  # turns of a trajectory, a picture each; trajectories of a group
 WORDS = [

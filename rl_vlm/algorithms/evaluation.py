@@ -11,31 +11,37 @@ from typing import TYPE_CHECKING, Any
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
 from rl_vlm.models.weights import WeightPayload
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm
 
 
-def evaluate(algorithm: PolicyAlgorithm) -> dict[str, Any]:
-    """Accuracy on the held-out split, per variant and environment (see `summarize`)."""
+# Greedy episodes of held-out items, with their conversations.
+Items = list[tuple[RolloutTask, TrajectoryGroup]]
+
+
+def evaluate(algorithm: PolicyAlgorithm, keep: int = 0) -> tuple[dict[str, Any], Items]:
+    """Accuracy on the held-out split, per variant and environment (see `summarize`), and the first `keep` items."""
     run_config, started = algorithm.run_config, time.perf_counter()
     with evaluated_weights(algorithm):
         tasks = evaluation_tasks(run_config, algorithm.test_sizes, algorithm.version)
-        kept, repeated = run_config.logging.kept_items, run_config.sight.blank_items
+        repeated = run_config.sight.blank_items
         if algorithm.sight.needed and repeated:
             tasks += viewed_tasks(tasks, "blank", repeated) + viewed_tasks(tasks, "swapped", repeated)
-        tasks = [replace(task, record=task.index < kept and task.temperature == 0) for task in tasks]
+        tasks = [replace(task, record=task.index < keep and task.temperature == 0) for task in tasks]
         groups, result = algorithm.rollouts.evaluate(tasks, run_config.evaluation.timeout_s)
-        of_tasks = {task.group_id: task for task in tasks if task.record}
-        algorithm.last_evaluated = [(of_tasks[group.group_id], group) for group in groups if group.group_id in of_tasks]
     algorithm.count_env_runners()
-    return {
+    of_tasks = {task.group_id: task for task in tasks if task.record}
+    kept = [(of_tasks[group.group_id], group) for group in groups if group.group_id in of_tasks]
+    results = {
         **summarize(run_config, tasks, outcomes_of_groups(run_config, tasks, groups), algorithm.env_metrics),
         "lost": len(result.lost),
         "policy_version": algorithm.version,
         "seconds": time.perf_counter() - started,
     }
+    return results, kept
 
 
 def sample_items(algorithm: PolicyAlgorithm, count: int, greedy: bool) -> list[TrajectoryGroup]:

@@ -49,7 +49,7 @@ from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import EnvRunners
-from rl_vlm.rollout.tasks import RolloutTask, TaskStream
+from rl_vlm.rollout.tasks import TaskStream
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.types import RLVLMError, TrajectoryGroup
@@ -131,7 +131,6 @@ class PolicyAlgorithm(RunAlgorithm):
         self.last_groups: list[TrajectoryGroup] = []
         self.last_advantages: list[np.ndarray] = []  # float64 [G] per group, the mean over a trajectory's tokens
         self.last_tokens = TokenRecord()
-        self.last_evaluated: list[tuple[RolloutTask, TrajectoryGroup]] = []  # items that the last evaluation keeps
         self._text: TextSide | None = None
         self._recorded: dict[str, float] = {}  # metrics of the running iteration
         self._publication: dict[str, float] = {}  # metrics of the last publication that was acknowledged
@@ -315,7 +314,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Greedy accuracy and mean reward of the first variant."""
-        results, variant = evaluate(self), next(iter(self.run_config.evaluation.variants))
+        (results, _), variant = evaluate(self), next(iter(self.run_config.evaluation.variants))
         return {name: float(results[f"{name}/{variant}"]) for name in ("accuracy", "reward")}
 
     def state(self) -> dict[str, Any]:

@@ -261,17 +261,17 @@ def _dumped(config: TrainConfig | SFTConfig) -> str:
 
 def changes_since(path: Path, config: TrainConfig | SFTConfig) -> dict[str, tuple[Any, Any]]:
     """The keys that a saved configuration has otherwise: key -> (saved, now)."""
-    saved, now = (dict(_leaves(load_yaml(text))) for text in (path.read_text(), _dumped(config)))
+    saved, now = (dict(leaves(load_yaml(text))) for text in (path.read_text(), _dumped(config)))
     values = {key: (saved.get(key), now.get(key)) for key in [*saved, *now]}
     return {key: pair for key, pair in values.items() if str(pair[0]) != str(pair[1])}  # as text nan equals itself
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         yield prefix, value
         return
     for key, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+        yield from leaves(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -41,7 +41,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """`config.yaml`: the run's settings."""
-        content: dict[str, Any] = load_yaml(self.read("config.yaml").decode())
+        content: dict[str, Any] = load_yaml(self.read("config.yaml").decode()) or {}
         return content
 
     @property

@@ -345,10 +345,10 @@ class PolicyRun(RunLifecycle):
         self.saved_at = min(self.saved_at, iteration)
 
     def evaluate(self) -> dict[str, Any]:
-        results = evaluate(self.algorithm)
+        results, kept = evaluate(self.algorithm, self.config.logging.kept_items)
         self.recorder.log_evaluation(self.algorithm.updates, results)
-        if self.algorithm.last_evaluated:
-            self.recorder.dump_evaluation(self.algorithm.updates, self.algorithm.last_evaluated, self.algorithm.text)
+        if kept:
+            self.recorder.dump_evaluation(self.algorithm.updates, kept, self.algorithm.text)
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)

@@ -38,16 +38,17 @@ class Library:
         self._readers: dict[str, RunReader] = {}
 
     def readers(self) -> dict[str, RunReader]:
-        """All runs, by id."""
-        for folder, sweep, name in self._found():
-            if name not in self._readers:
-                run = Trial(folder) if sweep else load_run(folder)
-                self._readers[name] = RunReader(run, sweep)
+        """All runs that are there now, by id."""
+        known = self._readers
+        self._readers = {
+            name: known.get(name) or RunReader(Trial(folder) if sweep else load_run(folder), sweep)
+            for folder, sweep, name in self._found()
+        }
         return self._readers
 
     def warm(self) -> None:
         """Read the lists of episodes before anybody asks for them."""
-        for reader in [*self.readers().values()]:
+        for reader in self.readers().values():
             reader.episodes()
 
     def _found(self) -> Iterator[tuple[RunDir, str, str]]:
@@ -92,10 +93,11 @@ class Library:
 
     def lines(self) -> list[dict[str, Any]]:
         """All runs, the newest first, with the settings in which those of a sweep, or those of none, differ."""
-        lines = [{"id": name, **reader.line()} for name, reader in self.readers().items()]
+        readers = self.readers()
+        lines = [{"id": name, **reader.line()} for name, reader in readers.items()]
         for sweep in {line["sweep"] for line in lines}:
             alike = [line for line in lines if line["sweep"] == sweep]
-            configs = [self._readers[line["id"]].config() for line in alike]
+            configs = [readers[line["id"]].config() for line in alike]
             differ = [key for key in dict.fromkeys(chain(*configs)) if len({one.get(key) for one in configs}) > 1]
             for line, config in zip(alike, configs, strict=True):
                 line["settings"] = {key: config[key] for key in differ if key in config and key != "name"}

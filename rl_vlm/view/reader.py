@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from yaml import YAMLError
 
+from rl_vlm.config.loading import leaves
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.files import to_jsonable
 from rl_vlm.runs.api import Run
@@ -102,7 +103,8 @@ class RunReader:
             return {}, {"status": "damaged", "error": told}, pd.DataFrame(), pd.DataFrame()
 
     def config(self) -> dict[str, str]:
-        return dict(_flat(self._read()[0]))
+        settings = leaves(to_jsonable(self._read()[0]))
+        return {key: json.dumps(value, ensure_ascii=False) for key, value in settings if key}
 
     def line(self) -> Answer:
         """The run in the list of runs."""
@@ -327,14 +329,6 @@ class RunReader:
         if not content:
             raise NotThereError("The run keeps no such file.")
         return content
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(to_jsonable(value), ensure_ascii=False)
 
 
 def _parts(mixture: Any) -> list[str]:

@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rl_vlm.files import write_atomic
 from rl_vlm.runs.run_folder import RunDir
 from rl_vlm.types import UserInputError
 from rl_vlm.view.library import Library
-from rl_vlm.view.reader import RunReader
 from rl_vlm.view.server import PAGE
 
 PICTURE_BYTES = 14 * 2**20  # of all pictures and films
@@ -118,26 +117,22 @@ def _uri(kind: str, content: bytes) -> str:
 def _pictures(library: Library, wanted: dict[str, set[str]], limit: int) -> dict[str, str]:
     """All pictures as data URIs, made so small that they fit."""
     for side in _SIDES:
-        made, room = {}, limit
-        for run, names in wanted.items():
-            for name, picture in _smaller(library.reader(run), sorted(names), side):
-                made[f"{run}/images/{name}"] = picture
-                room -= len(picture)
-                if room < 0:
-                    break
-        if room >= 0:
+        made = {
+            f"{run}/images/{name}": _smaller(library.reader(run).file("images", name), side)
+            for run, names in wanted.items()
+            for name in sorted(names)
+        }
+        if sum(map(len, made.values())) <= limit:
             break
     return made
 
 
-def _smaller(reader: RunReader, names: Iterable[str], side: int) -> Iterable[tuple[str, str]]:
-    for name in names:
-        content = reader.file("images", name)
-        with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
-            image.thumbnail((side, side))
-            smaller = io.BytesIO()
-            image.convert("RGB").save(smaller, "WEBP", quality=_QUALITY)
-        small = smaller.getvalue()
-        # A drawing may be smaller as it is, and is sharper.
-        keeps = len(content) <= max(len(small), _SMALL_BYTES) and max(image.size) < side
-        yield name, _uri("image/png", content) if keeps else _uri("image/webp", small)
+def _smaller(png: bytes, side: int) -> str:
+    with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+        image.thumbnail((side, side))
+        smaller = io.BytesIO()
+        image.convert("RGB").save(smaller, "WEBP", quality=_QUALITY)
+    webp = smaller.getvalue()
+    # A drawing may be smaller as it is, and is sharper.
+    keeps = len(png) <= max(len(webp), _SMALL_BYTES) and max(image.size) < side
+    return _uri("image/png", png) if keeps else _uri("image/webp", webp)
