@@ -21,6 +21,7 @@ from rl_vlm.config.loading import validated
 from rl_vlm.config.section import claim
 from rl_vlm.envs.loading import load_plugins
 from rl_vlm.imports import replaced
+from rl_vlm.machine import available_memory
 from rl_vlm.models.memory.needs import driver_gpu
 from rl_vlm.tracing import Span
 
@@ -176,10 +177,12 @@ class RunAlgorithm(Algorithm):
         self._clock.clear()
         with self._traced() as self.last_spans:
             metrics = self.iterate()
+        total, free = available_memory()
         self.last_metrics = {
             **metrics,
             "time/step": time.perf_counter() - started,
             **{f"time/{name}": seconds for name, seconds in self._clock.items()},
+            "memory/node": (total - free) / 2**30,
             "restarts/learner": 0.0,  # from the start: an alert looks at its growth
             **{f"restarts/{part}": float(count) for part, count in self.restarts.items()},
         }

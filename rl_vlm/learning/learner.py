@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
@@ -115,6 +116,7 @@ class VLMLearner(TorchLearner):
                 result.tokens = self.updater.record(packed)
             if self._learner_index in (None, 0):
                 result.adapter = self.policy.payload(batch.version, dtype=self._published_dtype)
+        result.stats.add({"memory/learner": _memory_gib(self.policy.backbone.device)})
         if self._run.serving.vllm.rest_while_learning and self.policy.backbone.device.type == "cuda":
             torch.cuda.empty_cache()  # a replica takes turns with this learner
         return result
@@ -142,6 +144,15 @@ class VLMLearner(TorchLearner):
         for name, average in self._average.items():
             average.copy_(averages[name])
         torch.set_rng_state(random)
+
+
+def _memory_gib(device: torch.device) -> float:
+    """What torch has reserved of the GPU at most since it was asked last; without one, what the process takes."""
+    if device.type != "cuda":
+        return float(psutil.Process().memory_info().rss) / 2**30
+    reserved = torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return reserved / 2**30
 
 
 def _under(prefix: str, tensors: Tensors) -> Tensors:

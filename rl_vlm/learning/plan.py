@@ -25,7 +25,7 @@ _PER_TOKEN = (  # means over sampled tokens
     "policy/kl", "policy/approx_kl", "policy/entropy", "policy/token_logprob_mean", "policy/clip_fraction",
     "mismatch/kl", "mismatch/token_mult_prob_error", "mismatch/masked",
 )  # fmt: skip
-_LARGEST = ("policy/ratio_max", "policy/first_ratio_error")
+_LARGEST = ("policy/ratio_max", "policy/first_ratio_error", "memory/learner")
 _STEPS = ("policy/optimizer_steps", "policy/skipped_steps")
 
 

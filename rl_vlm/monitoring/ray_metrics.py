@@ -50,12 +50,24 @@ OWN: Mapping[str, str] = {
     "replay": "rows mib",
 }
 # First parts whose other last parts share one Ray metric; `metric` is for unknown first parts.
-FAMILIES = (*OWN, "accuracy", "env", "evaluation", "items", "mixture", "time", "dropped", "restarts", "metric")
+FAMILIES = (
+    *OWN,
+    "accuracy",
+    "env",
+    "evaluation",
+    "items",
+    "mixture",
+    "time",
+    "memory",
+    "dropped",
+    "restarts",
+    "metric",
+)
 EVAL = "eval"  # the part of what an evaluation found
 _PARTS = {
     "policy": "learner", "mismatch": "learner", "value": "learner", "critic": "learner",
     "weights": "serving", "labels": "preference", "reward_model": "preference", "replay": "preference",
-    "time": "train", "restarts": "train", "metric": "train", "evaluation": EVAL, "items": EVAL,
+    "time": "train", "memory": "train", "restarts": "train", "metric": "train", "evaluation": EVAL, "items": EVAL,
 }  # fmt: skip
 
 

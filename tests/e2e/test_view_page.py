@@ -130,6 +130,31 @@ def test_filters_and_links_reopen_a_view(opened: Opened, address: str) -> None:
     assert opened.problems == []
 
 
+def test_a_chart_shows_the_part_that_is_dragged_over(opened: Opened) -> None:
+    page = opened.go("/#/curves/quickstart")
+    charts = page.locator("figure").all()[:3]
+
+    def rows() -> list[list[int]]:
+        return [[int(text) for text in chart.locator("tbody th").all_inner_texts()] for chart in charts]
+
+    for chart in charts:
+        chart.locator("summary").click()
+    all_rows, plot = rows(), charts[0].locator(".u-over")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    for share, act in ((0.25, page.mouse.down), (0.5, page.mouse.up)):
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2, steps=5)
+        act()
+    middle = (all_rows[0][0] + all_rows[0][-1]) / 2
+    quarter = (all_rows[0][0] + middle) / 2
+    within = [[one for one in chart if quarter <= one <= middle] for chart in all_rows]
+    assert rows() == within != all_rows
+    plot.dblclick()
+    assert rows() == all_rows
+    assert opened.problems == []
+
+
 def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str) -> None:
     """Each of the payloads in questions, answers, thoughts, tool calls, replies, info, names, messages, metrics, failures."""
     assert len(PAYLOADS) >= 50

@@ -39,8 +39,9 @@ def two_runners(**dotted: Any) -> PolicyConfig:
 
 
 def same_metrics(one: dict[str, float], other: dict[str, float]) -> None:
-    kept = [name for name in one if not name.startswith(("time/", "labels/seconds", "rollout/steps_per_s"))]
-    assert kept == [name for name in other if not name.startswith(("time/", "labels/seconds", "rollout/steps_per_s"))]
+    measured = ("time/", "memory/", "labels/seconds", "rollout/steps_per_s")
+    kept = [name for name in one if not name.startswith(measured)]
+    assert kept == [name for name in other if not name.startswith(measured)]
     for name in kept:
         assert np.array_equal(one[name], other[name], equal_nan=True), name
 
