@@ -68,7 +68,7 @@ def _never_pays(progress: pd.DataFrame) -> Iterator[Finding]:
         if len(values) >= _ROWS and not (values > 0).any():
             yield Finding(
                 f"{name}: no answer was right in {len(values)} iterations. Either the task is too hard at first, or "
-                "its reward never pays.", "curves",
+                "its reward never pays. Read its answers.", "episodes",
             )  # fmt: skip
 
 

@@ -308,7 +308,7 @@ def test_a_healthy_run_has_no_findings() -> None:
     "view, given",
     [
         ("episodes", {"evaluations": table(accuracy__default=[0.25, 0.0], reward__default=[0.25, 1.0])}),
-        ("curves", {"progress": table(accuracy__a=[0.5] * 10, accuracy__b=[0.0] * 10)}),
+        ("episodes", {"progress": table(accuracy__a=[0.5] * 10, accuracy__b=[0.0] * 10)}),
         ("curves", {"progress": table(mismatch__kl=[1e-4] * 5 + [0.1] * 5)}),
         ("groups", {"progress": table(reward__zero_advantage_groups=[0.0] * 5 + [1.0] * 5)}),
         ("system", {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}}),

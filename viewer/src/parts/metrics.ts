@@ -36,10 +36,10 @@ export function lineOf(run: Run, key: string, name = label(key)): Line | null {
 }
 
 /** A line per key, and one per key of `other`, if there is one. Of a single metric the lines have the names of the runs. */
-export function linesOf(wanted: string[], run: Run, other?: Run | null): Line[] {
+export function linesOf(wanted: string[], run: Run, other?: Run | null, title = (of: Run): string => of.line.name): Line[] {
   const short = (key: string) => key.replace(/^(eval:)?(reward\/part|[^/]+)\//, "");
   const line = (of: Run, key: string) => {
-    const name = wanted.length > 1 ? short(key) + (of === run ? "" : ` of ${of.line.name}`) : other ? of.line.name : label(key);
+    const name = wanted.length > 1 ? short(key) + (of === run ? "" : ` of ${title(of)}`) : other ? title(of) : label(key);
     const found = lineOf(of, key, name);
     return found ? [{ ...found, dash: of === other }] : [];
   };

@@ -14,7 +14,7 @@ export function marked(token: string): string {
 
 export function number(value: number | null | undefined, digits = 4): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return String(Number(value.toPrecision(digits))).replace("-", "−");
+  return String(Number(value.toPrecision(digits))).replaceAll("-", "−");
 }
 
 export function percent(share: number): string {
