@@ -192,7 +192,8 @@ class ProgressDisplay:
             self._live.refresh()
         elif shown:
             values = ", ".join(f"{_label(name)} {_number(name, value)}" for name, value in shown.items())
-            self.line(f"evaluation at {self._unit} {iteration}: {values}")
+            lost = f" ({results['lost']} answers were lost, and count as wrong)" if results.get("lost") else ""
+            self.line(f"evaluation at {self._unit} {iteration}: {values}{lost}")
 
     def message(self, text: str) -> None:
         """Tell the user something that is worth keeping with the run."""

@@ -15,6 +15,7 @@ _STUCK = 5  # iterations in a row
 _MISMATCH = 1e-2  # nats per token, and so many times what it was
 _GROWN = 10.0
 _LEAST_PAIRS, _BIASED = 20, 0.2
+_LOST = 0.1
 
 
 class Finding(NamedTuple):
@@ -27,16 +28,16 @@ class Finding(NamedTuple):
 def findings(
     progress: pd.DataFrame,
     evaluations: pd.DataFrame,
-    newest: Mapping[str, Sequence[Any]],
+    gaps: Mapping[str, float],
     pairs: Sequence[Any],
-    lag: int,
 ) -> list[Finding]:
-    """Of metrics by iteration, evaluations, the newest dump's list of episodes, and the newest session's pairs.
-    `lag`: how many versions behind a replica may be."""
+    """Of metrics by iteration, evaluations, the newest session's pairs, and `gaps`: by how many nats per token each
+    replica and the learner differ in the newest dump."""
     return [
         *_gamed(evaluations),
         *_never_pays(progress),
-        *_stale(newest, lag),
+        *_lost(progress, evaluations),
+        *_other_weights(gaps),
         *(Finding(text, "sight") for row in evaluations.tail(1).to_dict("records") if (text := blind(row))),
         *_stuck(progress),
         *_mismatch(progress),
@@ -72,15 +73,26 @@ def _never_pays(progress: pd.DataFrame) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _stale(newest: Mapping[str, Sequence[Any]], lag: int) -> Iterator[Finding]:
-    served: dict[str, int] = {}
-    for replicas, version in zip(newest.get("replicas", ()), newest.get("newest", ()), strict=True):
-        for replica in filter(None, replicas.split(", ")):
-            served[replica] = max(version, served.get(replica, version))
-    for replica, version in served.items():
-        behind = max(served.values()) - version
-        if behind > lag + 1:
-            yield Finding(f"Replica {replica} serves version {version}, {behind} behind the others.", "system")
+def _other_weights(gaps: Mapping[str, float]) -> Iterator[Finding]:
+    least = min(gaps.values(), default=0.0)
+    for replica, gap in gaps.items():
+        if gap > max(_MISMATCH, _GROWN * least):
+            yield Finding(
+                f"Replica {replica} seems to serve other weights than those that learn: its answers are {gap:.2g} nats "
+                f"per token away from them, those of another replica {least:.2g}. Colour its episodes by the gap.",
+                "episodes",
+            )
+
+
+def _lost(progress: pd.DataFrame, evaluations: pd.DataFrame) -> Iterator[Finding]:
+    ever, kept = (progress.get(name, pd.Series(dtype=float)) for name in ("dropped/group_lost", "rollout/groups"))
+    lost, rest = ever.fillna(0).diff().tail(_STUCK).clip(lower=0).sum(), kept.tail(_STUCK).sum()
+    if lost > _LOST * (lost + rest):
+        yield Finding(f"{lost / (lost + rest):.0%} of the groups of the last {_STUCK} iterations were lost.", "system")
+    for row in evaluations.tail(1).to_dict("records"):
+        missing, asked = row.get("lost", 0), sum(row[key] for key in row if key.startswith("items/"))
+        if missing > _LOST * asked:
+            yield Finding(f"{missing:.0f} answers of the last evaluation were lost, and count as wrong.", "system")
 
 
 def _stuck(progress: pd.DataFrame) -> Iterator[Finding]:

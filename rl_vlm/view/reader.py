@@ -133,18 +133,28 @@ class RunReader:
             "changed": changed,
             "stamp": self.stamp(),
             "settings": {},
-            "findings": [found._asdict() for found in self._findings(config, progress, evaluations)],
+            "findings": [found._asdict() for found in self._findings(progress, evaluations)],
         }
 
-    def _findings(self, config: Mapping[str, Any], progress: pd.DataFrame, evaluations: pd.DataFrame) -> list[Finding]:
-        newest: Mapping[str, list[Any]] = {}
+    def _findings(self, progress: pd.DataFrame, evaluations: pd.DataFrame) -> list[Finding]:
+        gaps: dict[str, float] = {}
         for name, stamp in [*self._dumps(_FOLDERS["train"]).items()][-1:]:
-            newest = self._once(name, stamp, partial(self._list, "train")) or {}
+            gaps = self._once(f"{name}#gaps", stamp, self._gaps) or {}
         pairs: list[Answer] = []
         for name, stamp in [*self._dumps("labels").items()][-1:]:
             pairs = self._once(name, stamp, self._pairs) or []
-        lag = int(config.get("rollout", {}).get("max_policy_lag", 0))
-        return findings(progress, evaluations, newest, pairs, lag)
+        return findings(progress, evaluations, gaps, pairs)
+
+    def _gaps(self, key: str) -> dict[str, float]:
+        """Nats per token between each replica and the learner, over the episodes that it answered alone."""
+        gaps: dict[str, list[float]] = {}
+        columns = ["replica_ids", "loss_mask", "logprobs", "learner_logprobs"]
+        for row in self._run.parquet(key.split("#")[0]).read(columns).to_pylist():
+            replicas, engine, learner = {*row["replica_ids"]}, row["logprobs"], row["learner_logprobs"]
+            if learner is not None and len(replicas) == 1:
+                gap = np.abs(np.subtract(learner, engine))[np.array(row["loss_mask"])].mean()
+                gaps.setdefault(replicas.pop(), []).append(float(gap))
+        return {replica: math.fsum(found) / len(found) for replica, found in gaps.items()}
 
     def run(self, line: Answer) -> Answer:
         files, (_, result, progress, evaluations) = self.stamps(), self._read()

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,12 +285,10 @@ def table(**columns: list[float]) -> pd.DataFrame:
     return pd.DataFrame({key.replace("__", "/"): values for key, values in columns.items()})
 
 
-def found(
-    progress: Any = None, evaluations: Any = None, newest: Any = None, pairs: Any = (), lag: int = 0
-) -> list[str]:
+def found(progress: Any = None, evaluations: Any = None, gaps: Any = None, pairs: Any = ()) -> list[str]:
     nothing = pd.DataFrame()
     given = nothing if progress is None else progress, nothing if evaluations is None else evaluations
-    return [finding.view for finding in findings(*given, newest or {}, pairs, lag)]
+    return [finding.view for finding in findings(*given, gaps or {}, pairs)]
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -299,8 +298,9 @@ def test_a_healthy_run_has_no_findings() -> None:
         reward__zero_advantage_groups=[1.0] * 19 + [0.9],
     )  # fmt: skip
     evaluations = table(accuracy__default=[0.2, 0.9], reward__default=[0.2, 0.95])
-    newest = {"replicas": ["a", "b", "a, b"], "newest": [4, 5, 5]}
-    assert found(progress, evaluations, newest, [{"answers": [0, 0]}] * 50) == []
+    progress["rollout/groups"], progress["dropped/group_lost"] = 16.0, [float("nan")] * 5 + [40.0] * 15
+    evaluations["lost"], evaluations["items/default"] = [400, 4], 512
+    assert found(progress, evaluations, {"a": 2e-2, "b": 1e-2}, [{"answers": [0, 0]}] * 50) == []
     assert found() == []
 
 
@@ -311,8 +311,9 @@ def test_a_healthy_run_has_no_findings() -> None:
         ("episodes", {"progress": table(accuracy__a=[0.5] * 10, accuracy__b=[0.0] * 10)}),
         ("curves", {"progress": table(mismatch__kl=[1e-4] * 5 + [0.1] * 5)}),
         ("groups", {"progress": table(reward__zero_advantage_groups=[0.0] * 5 + [1.0] * 5)}),
-        ("system", {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}}),
-        ("system", {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}, "lag": 4}),
+        ("episodes", {"gaps": {"a": 1e-7, "b": 0.02}}),
+        ("system", {"progress": table(rollout__groups=[16.0] * 10, dropped__group_lost=[float("nan")] * 8 + [4.0, 10.0])}),
+        ("system", {"evaluations": pd.DataFrame([{"lost": 60, "items/a": 256, "items/b": 256}])}),
         ("sight", {"evaluations": pd.DataFrame([{"sight/accuracy_gap_high": 0.05, "sight/accuracy_blank": 0.9, "sight/accuracy_gap": 0.0}])}),
         ("preferences", {"pairs": [{"answers": [0, 1]}] * 10 + [{"answers": [1, 1]}] * 20}),
     ],
@@ -326,13 +327,27 @@ def test_what_looks_wrong_is_found(view: str, given: dict[str, Any]) -> None:
     [
         {"progress": table(accuracy__a=[0.5] * 9, accuracy__b=[0.0] * 9)},  # too early
         {"progress": table(accuracy__a=[0.0] * 30)},  # nothing is known to pay
-        {"newest": {"replicas": ["a", "b"], "newest": [3, 9]}, "lag": 5},
+        {"gaps": {"a": 0.5}},  # no other replica says that it could be otherwise
+        {"gaps": {"a": 1e-9, "b": 5e-3}},
         {"pairs": [{"answers": [0, 1]}] * 19},  # too few
         {"pairs": [{"answers": [0]}] * 50},  # one order
     ],
 )
 def test_what_may_be_chance_is_no_finding(given: dict[str, Any]) -> None:
     assert found(**given) == []
+
+
+def test_a_replica_that_serves_other_weights_is_named(tmp_path: Path) -> None:
+    recorder = write_run(tmp_path / "stale")
+    agrees, stale = (replace(spoken(name, "3"), replica_ids=(name,)) for name in "ab")
+    tokens = TokenRecord(
+        advantages={"a": np.float32([1, 1]), "b": np.float32([-1, -1])},
+        logprobs={"a": agrees.logprobs[agrees.loss_mask], "b": stale.logprobs[stale.loss_mask] - np.float32(0.25)},
+    )
+    recorder.dump_trajectories(1, [TrajectoryGroup("g", 7, [agrees, stale])], tokens, WORDS)
+    (line,) = Library([tmp_path]).lines()
+    (told,) = line["findings"]
+    assert told["text"].startswith("Replica b ") and "0.25 nats per token" in told["text"]
 
 
 def test_a_run_at_a_url_is_read_as_one_here(place: Path) -> None:
