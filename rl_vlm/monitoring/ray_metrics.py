@@ -51,18 +51,8 @@ OWN: Mapping[str, str] = {
 }
 # First parts whose other last parts share one Ray metric; `metric` is for unknown first parts.
 FAMILIES = (
-    *OWN,
-    "accuracy",
-    "env",
-    "evaluation",
-    "items",
-    "mixture",
-    "time",
-    "memory",
-    "dropped",
-    "restarts",
-    "metric",
-)
+    *OWN, "accuracy", "env", "evaluation", "items", "mixture", "time", "memory", "dropped", "restarts", "metric",
+)  # fmt: skip
 EVAL = "eval"  # the part of what an evaluation found
 _PARTS = {
     "policy": "learner", "mismatch": "learner", "value": "learner", "critic": "learner",

@@ -146,12 +146,14 @@ class RunReader:
         return findings(progress, evaluations, gaps, pairs)
 
     def _gaps(self, key: str) -> dict[str, float]:
-        """Nats per token between each replica and the learner, over the episodes that it answered alone."""
+        """By replica, nats per token to the learner: of episodes that it alone answered, with the newest version."""
         gaps: dict[str, list[float]] = {}
-        columns = ["replica_ids", "loss_mask", "logprobs", "learner_logprobs"]
-        for row in self._run.parquet(key.split("#")[0]).read(columns).to_pylist():
+        columns = ["replica_ids", "loss_mask", "logprobs", "learner_logprobs", "oldest_version", "newest_version"]
+        rows = self._run.parquet(key.split("#")[0]).read(columns).to_pylist()
+        newest = max((row["newest_version"] for row in rows), default=0)
+        for row in rows:
             replicas, engine, learner = {*row["replica_ids"]}, row["logprobs"], row["learner_logprobs"]
-            if learner is not None and len(replicas) == 1:
+            if learner is not None and len(replicas) == 1 and row["oldest_version"] == newest:
                 gap = np.abs(np.subtract(learner, engine))[np.array(row["loss_mask"])].mean()
                 gaps.setdefault(replicas.pop(), []).append(float(gap))
         return {replica: math.fsum(found) / len(found) for replica, found in gaps.items()}
