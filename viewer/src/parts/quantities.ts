@@ -56,6 +56,8 @@ export interface Scale {
   tint: (value: number) => { side: "low" | "high"; share: number };
 }
 
+const AGREES = 0.01; // nats between engine and learner: what is less stays pale
+
 /** Few tokens are extreme: the scale ends where 2 % of them lie beyond. */
 export function scaleOf(quantity: Quantity, episode: Episode): Scale | null {
   const values = episode.tokens.flatMap((_, token) => (episode.sampled[token] ? (quantity.of(episode, token) ?? []) : [])).sort((a, b) => a - b);
@@ -66,7 +68,7 @@ export function scaleOf(quantity: Quantity, episode: Episode): Scale | null {
   if (middle !== undefined) {
     const move = (value: number) => (middle === 1 ? Math.log(value) : value); // ratios of 2 and 1/2 are equally far from 1
     const back = (value: number) => (middle === 1 ? Math.exp(value) : value);
-    const far = Math.max(-move(at(0.02)), move(at(0.98)), 1e-9);
+    const far = Math.max(-move(at(0.02)), move(at(0.98)), key === "advantage" ? 1e-9 : AGREES);
     return {
       ends: [back(-far), middle, back(far)].map((value) => number(value, 3)),
       middle: true,
