@@ -57,7 +57,14 @@ def answer(address: str, path: str) -> Any:
     return httpx.get(f"{address}/api/v1/{path}", timeout=30).raise_for_status().json()
 
 
-@pytest.mark.parametrize("width, scheme", [(1440, "light"), (390, "dark")])
+@pytest.mark.parametrize(
+    "width, scheme",
+    [
+        (1440, "light"),
+        (390, "dark"),
+        *(pytest.param(*one, marks=pytest.mark.acceptance) for one in ((1440, "dark"), (390, "light"))),
+    ],
+)
 def test_every_view_is_whole_at_every_width_and_scheme(browser: Browser, address: str, width: int, scheme: str) -> None:
     page = Opened(browser, address, width, scheme)
     newest = answer(address, "runs/quickstart/episodes")["id"][0]
