@@ -11,18 +11,16 @@ import gymnasium
 import numpy as np
 from pydantic import Field
 
-from rl_vlm.envs.errors import as_reward
+from rl_vlm.envs.errors import Info, StepResult, as_reward
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
 if TYPE_CHECKING:  # a file of one environment needs no pyarrow
     from rl_vlm.envs.data import TableSet
 
-Info = dict[str, Any]
 # For arguments of environments.
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
-StepResult = tuple[Observation, float, bool, bool, Info]
 
 
 class ObservationSpace(gymnasium.Space[Any]):

@@ -25,7 +25,7 @@ HOSTILE = ("", " ", "x" * 20_000, "<tool_call>{", r"\boxed{", "NaN", "é🐼\u20
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     name: str
     status: Literal["ok", "warn", "fail"]
     detail: str
@@ -35,7 +35,7 @@ class Finding:
 class Report:
     """The findings in order, the first prompt as text with its first image, and measurements."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
     prompt: str = ""
     image: EncodedImage | None = None
     figures: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Report:
 
     def add(self, name: str, wrong: str, fine: str = "", status: Literal["warn", "fail"] = "fail") -> None:
         """A finding: `wrong` if it is not empty, else `fine`."""
-        self.findings.append(Finding(name, status if wrong else "ok", wrong or fine))
+        self.findings.append(CheckResult(name, status if wrong else "ok", wrong or fine))
 
 
 def check_environment(

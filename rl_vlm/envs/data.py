@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
+from rl_vlm.envs.images import BadImageError, check_header, decode, image_bytes
 from rl_vlm.envs.rows import BadRowError, Rows, file_rows, hub_rows, image_classes
 from rl_vlm.rewards.math import bare_truth, is_bare, is_value
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
@@ -162,7 +162,7 @@ class Schema(Generic[Item]):
     doubt: Callable[[Item], str] = lambda item: ""
 
 
-class RowTable(Generic[Item]):
+class DataTable(Generic[Item]):
     """The items of `rows` that `source@[a:b]` selects. A row is read, checked and decoded when it is asked for.
 
     Raises UserInputError if none is selected.
@@ -183,7 +183,7 @@ class RowTable(Generic[Item]):
         """Item `index`; IndexError outside the table, BadRowError that names file and row if it is not usable."""
         return self._decoded(self.selected[index])
 
-    def part(self, numbers: Iterable[int], split: str) -> RowTable[Item]:
+    def part(self, numbers: Iterable[int], split: str) -> DataTable[Item]:
         """The items of these numbers, as a split of its own."""
         part = copy.copy(self)
         part.selected, part.name = [self.selected[number] for number in numbers], f"{self.name}, {split}"
@@ -224,7 +224,7 @@ class RowTable(Generic[Item]):
             number = next(numbers)
             try:
                 return use(image_bytes(cell, folder))
-            except ImageError as error:
+            except BadImageError as error:
                 raise BadRowError(f"image {number} {error}.") from error
 
         try:
@@ -233,7 +233,7 @@ class RowTable(Generic[Item]):
             raise BadRowError(f"{where}: {error}") from error
 
 
-def open_table(schema: Schema[Item], source: str, split: str) -> RowTable[Item]:
+def open_table(schema: Schema[Item], source: str, split: str) -> DataTable[Item]:
     """Open a folder, a file or a data set of the hub, with an optional slice `source@[a:b]`.
 
     Raises UserInputError if it does not exist, lacks a column, or if the slice is empty.
@@ -249,10 +249,12 @@ def open_table(schema: Schema[Item], source: str, split: str) -> RowTable[Item]:
 
 
 @lru_cache(maxsize=8)  # the environments of one process share tables
-def _opened(schema: Schema[Any], source: str, split: str, versions: tuple[tuple[Path, int, int], ...]) -> RowTable[Any]:
+def _opened(
+    schema: Schema[Any], source: str, split: str, versions: tuple[tuple[Path, int, int], ...]
+) -> DataTable[Any]:
     files, columns = [file for file, *_ in versions], (schema.columns, schema.optional)
     rows = file_rows(files, *columns) if files else hub_rows(split_slice(source)[0], split, *columns)
-    return RowTable(schema, rows, source, split)
+    return DataTable(schema, rows, source, split)
 
 
 class TableSet(Generic[Item]):
@@ -260,9 +262,9 @@ class TableSet(Generic[Item]):
 
     def __init__(self, schema: Schema[Item], data: DataSource) -> None:
         self._schema, self._sources = schema, _split_sources(data)
-        self._tables: dict[str, RowTable[Item]] = {}
+        self._tables: dict[str, DataTable[Item]] = {}
 
-    def split(self, split: Split) -> RowTable[Item]:
+    def split(self, split: Split) -> DataTable[Item]:
         """The items of a split. Raises UserInputError if there is no such split, or if the two share rows."""
         if split not in self._tables:
             table = self._open(split)
@@ -271,7 +273,7 @@ class TableSet(Generic[Item]):
             self._tables[split] = table
         return self._tables[split]
 
-    def _open(self, split: Split) -> RowTable[Item]:
+    def _open(self, split: Split) -> DataTable[Item]:
         if split not in self._sources:
             name = next((split_slice(source)[0] for source in self._sources.values()), "FILE")
             named = f"env.data names no {split} split; it names {', '.join(self._sources) or 'none'}."
@@ -300,7 +302,7 @@ IMAGE_MARKER = "<image>"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ImageQuestion:
     """A problem with its `<image>` markers, the true answer, the images, and the file and row that it comes from.
 
     `kind` says what sort of problem it is, where that is known.
@@ -323,15 +325,15 @@ class Question:
         return tuple(part for part in parts if part != "")
 
 
-def _question(row: Row) -> Question:
+def _question(row: Row) -> ImageQuestion:
     problem, answer, images = row.text("problem"), row.truth("answer"), as_list(row.cells["images"])
     markers = problem.count(IMAGE_MARKER)
     if markers and markers != len(images):
         raise BadRowError(f"{markers} {IMAGE_MARKER} markers in the problem, {len(images)} images.")
-    return Question(problem, answer, tuple(map(row.image, images)), row.where)
+    return ImageQuestion(problem, answer, tuple(map(row.image, images)), row.where)
 
 
-def _doubt(question: Question) -> str:
+def _doubt(question: ImageQuestion) -> str:
     odd = "" if is_value(question.answer) else f"where only an answer that repeats {question.answer[:80]!r} is right"
     odd = odd if question.images else "which has no image"
     return odd and f"{question.where}, {odd}"

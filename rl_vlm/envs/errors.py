@@ -10,16 +10,15 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 from PIL import Image
 
 from rl_vlm.types import EncodedImage, Message, Observation, RLVLMError, Role
 
-if TYPE_CHECKING:
-    from rl_vlm.envs.base import Info, StepResult
-
+Info = dict[str, Any]
+StepResult = tuple[Observation, float, bool, bool, Info]
 ROLES = get_args(Role)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_CHARS = 65_536  # of one value of an info that is sent on
@@ -48,7 +47,7 @@ class EnvCrashError(EnvError):
     """
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception in one bounded line; of user code with its kind and place: "KeyError: 'row' (dots.py, line 12)"."""
     said = "(its message cannot be made)"
     with suppress(Exception):  # it is user code, too

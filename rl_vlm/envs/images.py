@@ -44,7 +44,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 T = TypeVar("T")
 
 
-class ImageError(UserInputError):
+class BadImageError(UserInputError):
     """An image cannot be read, or must not be.
 
     Do: replace the image, or lower its size; the message names it.
@@ -60,7 +60,7 @@ def image_bytes(value: Any, folder: Path | None) -> bytes:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if value is None or (isinstance(value, str | bytes) and not value):
-        raise ImageError("has neither bytes nor a path")
+        raise BadImageError("has neither bytes nor a path")
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
     elif isinstance(value, str):
@@ -68,38 +68,38 @@ def image_bytes(value: Any, folder: Path | None) -> bytes:
             value = f"data:;base64,{value}"
         data = _from_data_uri(value) if value[:5].lower() == "data:" else _from_path(value, folder)
     else:
-        raise ImageError(f"is a value of type {type(value).__name__}, not bytes, a path or a data URI")
+        raise BadImageError(f"is a value of type {type(value).__name__}, not bytes, a path or a data URI")
     if len(data) > MAX_BYTES:
-        raise ImageError(f"has {len(data)} bytes, more than {MAX_BYTES}")
+        raise BadImageError(f"has {len(data)} bytes, more than {MAX_BYTES}")
     return data
 
 
 def check_header(data: bytes, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS) -> tuple[int, int]:
-    """The (width, height) in an image's header; ImageError if there is none or it has too many pixels."""
+    """The (width, height) in an image's header; BadImageError if there is none or it has too many pixels."""
     return _open(data, max_pixels, formats).size
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> EncodedImage:
-    """Decode an image whole and encode it as RGB; ImageError if it is too large, truncated or not an image."""
+    """Decode an image whole and encode it as RGB; BadImageError if it is too large, truncated or not an image."""
     return decoded(data, EncodedImage.from_pil, max_pixels)
 
 
 def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Decode an image to uint8 [H, W, 3] RGB; ImageError as `decode`."""
+    """Decode an image to uint8 [H, W, 3] RGB; BadImageError as `decode`."""
     return decoded(data, lambda image: np.asarray(as_rgb(image)), max_pixels)
 
 
 def decoded(
     data: bytes, convert: Callable[[Image.Image], T], max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS
 ) -> T:
-    """What `convert` makes of an opened image, whose pixels it may decode; ImageError as `decode`."""
+    """What `convert` makes of an opened image, whose pixels it may decode; BadImageError as `decode`."""
     image = _open(data, max_pixels, formats)
     try:
         return convert(image)
-    except ImageError:
+    except BadImageError:
         raise
     except Exception as error:  # decoders raise nearly anything on corrupt bytes
-        raise ImageError(f"cannot be decoded ({one_line(error)})") from error
+        raise BadImageError(f"cannot be decoded ({one_line(error)})") from error
 
 
 def as_image(image: Any) -> Image.Image | EncodedImage:
@@ -117,7 +117,7 @@ def as_image(image: Any) -> Image.Image | EncodedImage:
         image = str(Path(image).absolute())
     try:
         return decode(image_bytes(image, Path("/")))
-    except ImageError as error:
+    except BadImageError as error:
         raise EnvError(f"An image of the observation {error}.") from error
 
 
@@ -165,27 +165,29 @@ def replaced(images: Iterable[EncodedImage], others: Sequence[EncodedImage]) -> 
 
 
 def _open(data: bytes, max_pixels: int, formats: Sequence[str] = FORMATS) -> Image.Image:
-    """An image whose header was read and whose pixels were not; ImageError also for one that is made to cost time."""
+    """An image whose header was read and whose pixels were not; BadImageError also if decoding would take too long."""
     scans = check_parts(data)
     try:
         image = Image.open(io.BytesIO(data), formats=tuple(formats))
     except Image.DecompressionBombError as error:
-        raise ImageError(f"has more than {max_pixels} pixels") from error
+        raise BadImageError(f"has more than {max_pixels} pixels") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"is not a readable image ({', '.join(formats)})") from error
+        raise BadImageError(f"is not a readable image ({', '.join(formats)})") from error
     except Exception as error:  # header parsers raise nearly anything on corrupt bytes
-        raise ImageError(f"is not a readable image ({one_line(error)})") from error
+        raise BadImageError(f"is not a readable image ({one_line(error)})") from error
     if len(scans) > 1 and image.width * image.height * sum(scans) > MAX_WORK:
-        raise ImageError(
+        raise BadImageError(
             f"is a JPEG of {len(scans)} scans of {image.width}x{image.height} pixels, which takes too long to decode: "
             "save it without progressive scans"
         )
     if image.format == "TIFF" and image.info.get("compression") in ("jpeg", "tiff_jpeg"):
-        raise ImageError("is a TIFF that holds JPEGs, each strip of which may cost as much as the file: save it as PNG")
+        raise BadImageError(
+            "is a TIFF that holds JPEGs, each strip of which may cost as much as the file: save it as PNG"
+        )
     if image.width * image.height > max_pixels:
-        raise ImageError(f"has {image.width}x{image.height} pixels, more than {max_pixels}")
+        raise BadImageError(f"has {image.width}x{image.height} pixels, more than {max_pixels}")
     if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
-        raise ImageError(
+        raise BadImageError(
             f"has {image.width}x{image.height} pixels, more than {MAX_ASPECT_RATIO} times longer than wide: crop it"
         )
     return image
@@ -195,39 +197,39 @@ def _from_data_uri(uri: str) -> bytes:
     """The payload of `data:<anything>;base64,<payload>`; some writers put None for the media type."""
     header, comma, payload = uri[:256].partition(",")
     if not comma or not header.lower().endswith(";base64"):
-        raise ImageError("is a data URI without ;base64,")
+        raise BadImageError("is a data URI without ;base64,")
     if len(uri) > 2 * MAX_BYTES:
-        raise ImageError(f"is a data URI of {len(uri)} characters, more than {2 * MAX_BYTES}")
+        raise BadImageError(f"is a data URI of {len(uri)} characters, more than {2 * MAX_BYTES}")
     payload = "".join(uri[len(header) + 1 :].split()).rstrip("=")
     try:
         return base64.b64decode(payload + "=" * (-len(payload) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ImageError(f"is a data URI with invalid base64 ({error})") from error
+        raise BadImageError(f"is a data URI with invalid base64 ({error})") from error
 
 
 def _from_path(path: str, folder: Path | None) -> bytes:
     if "://" in path or path[:5].lower() == "file:":
-        raise ImageError(f"is the address {path[:80]!r}: images are never fetched, put their bytes into the data")
+        raise BadImageError(f"is the address {path[:80]!r}: images are never fetched, put their bytes into the data")
     if folder is None:
-        raise ImageError(f"is the path {path[:80]!r}, but there is no folder that it could be relative to")
+        raise BadImageError(f"is the path {path[:80]!r}, but there is no folder that it could be relative to")
     try:
         root = folder.resolve()
         file = (root / path).resolve()
         if not file.is_relative_to(root):
-            raise ImageError(f"is the path {path[:80]!r}, which leaves the folder {root}")
+            raise BadImageError(f"is the path {path[:80]!r}, which leaves the folder {root}")
         if not file.is_file():
-            raise ImageError(f"is the path {path[:80]!r}, and there is no such file in {root}")
+            raise BadImageError(f"is the path {path[:80]!r}, and there is no such file in {root}")
         if file.stat().st_size > MAX_BYTES:
-            raise ImageError(f"has {file.stat().st_size} bytes, more than {MAX_BYTES}")
+            raise BadImageError(f"has {file.stat().st_size} bytes, more than {MAX_BYTES}")
         return file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
-        raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
+        raise BadImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
 
 
 def check_parts(data: bytes) -> list[int]:
     """Look through the parts of a PNG or JPEG file; of a JPEG, the number of components of every scan.
 
-    Linear in the file's size. Raises ImageError for more parts or scans than a picture needs; what is wrong with a
+    Linear in the file's size. Raises BadImageError for more parts or scans than a picture needs; what is wrong with a
     damaged file the decoder says.
     """
     if data.startswith(b"\xff\xd8"):
@@ -237,7 +239,7 @@ def check_parts(data: bytes) -> list[int]:
         place += 12 + int.from_bytes(data[place : place + 4], "big")
         chunks += 1
         if chunks > MAX_PARTS:
-            raise ImageError(f"is a PNG of more than {MAX_PARTS} chunks: save it again")
+            raise BadImageError(f"is a PNG of more than {MAX_PARTS} chunks: save it again")
     return []
 
 
@@ -251,7 +253,7 @@ def _scans(data: bytes) -> list[int]:
             after = found.start() if found else len(data)
             fill += after - place
             if fill > MAX_FILL and not scans:
-                raise ImageError(f"is a JPEG with more than {MAX_FILL} bytes between its segments: save it again")
+                raise BadImageError(f"is a JPEG with more than {MAX_FILL} bytes between its segments: save it again")
             place = after
             continue
         marker = data[place + 1]
@@ -263,11 +265,11 @@ def _scans(data: bytes) -> list[int]:
         length = int.from_bytes(data[place : place + 2], "big")
         segments += 1
         if segments > MAX_PARTS:
-            raise ImageError(f"is a JPEG of more than {MAX_PARTS} segments: save it again")
+            raise BadImageError(f"is a JPEG of more than {MAX_PARTS} segments: save it again")
         if marker == _SOS:
             scans.append(min(max(data[place + 2], 1), 4) if place + 2 < len(data) else 1)
             if len(scans) > MAX_SCANS:
-                raise ImageError(
+                raise BadImageError(
                     f"is a JPEG of more than {MAX_SCANS} scans, which takes too long to decode: save it without "
                     "progressive scans"
                 )

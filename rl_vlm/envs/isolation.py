@@ -27,7 +27,7 @@ from rl_vlm.envs.errors import (
     check_reset,
     check_size,
     check_step,
-    told,
+    describe_error,
 )
 from rl_vlm.envs.foreign import split_scheme
 from rl_vlm.envs.registry import make, portable_id
@@ -107,7 +107,7 @@ class EnvWorker:
             return self._carry_out(request)
         except BaseException as error:  # user code may even exit
             kind = "input" if isinstance(error, UserInputError) else "env"
-            return {"kind": kind, "error": told(error)}, []
+            return {"kind": kind, "error": describe_error(error)}, []
 
     def _carry_out(self, request: dict[str, Any]) -> Frame:
         op = request["op"]

@@ -15,7 +15,7 @@ import httpx
 from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header, wrong_token
 from rl_vlm.envs.base import Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
-from rl_vlm.envs.images import ImageError, decode
+from rl_vlm.envs.images import BadImageError, decode
 from rl_vlm.envs.isolation import EnvClient, EnvLostError, raise_error, unpack_observation
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.safe_text import excerpt
@@ -98,7 +98,7 @@ class RemoteEnv(EnvClient):
             raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
         try:
             return unpack_observation(reply.get("messages"), blobs, decode)
-        except (FrameError, ImageError) as error:
+        except (FrameError, BadImageError) as error:
             raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error
 
     def _post(self, request: dict[str, Any], retry_s: float) -> Frame:

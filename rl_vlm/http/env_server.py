@@ -23,7 +23,7 @@ from starlette.routing import Route
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import told
+from rl_vlm.envs.errors import describe_error
 from rl_vlm.envs.isolation import EnvWorker, ProcessEnv
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.remote import FRAME
@@ -92,7 +92,7 @@ class _Session:
         try:
             self._answer = pack_frame(reply, blobs)
         except (FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
-            text = f"the reply cannot be sent ({told(error)})"
+            text = f"the reply cannot be sent ({describe_error(error)})"
             self._answer = pack_frame({"kind": "env", "error": text}, [])
         self._number, self.used = number, time.monotonic()
         return self._answer

@@ -17,7 +17,7 @@ from PIL import Image
 from rl_vlm.chat import EncodedSpan, Ending, leaves_thought_open
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.grammars import Grammars, as_lark
-from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
+from rl_vlm.envs.images import BadImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.replies import Asked
 from rl_vlm.http.schema import (
@@ -324,15 +324,15 @@ def _system_first(conversation: Sequence[Message]) -> list[Message]:
 
 
 def image_file(uri: str, limits: HTTPSection, seconds: float = _FETCH_S) -> bytes:
-    """The file inside a data URI, or at an address of a host that is allowed. Raises ImageError."""
+    """The file inside a data URI, or at an address of a host that is allowed. Raises BadImageError."""
     if limits.image_hosts and uri[:8].lower().startswith(("https://", "http://")):
         return _fetched(uri, limits, seconds)
     if uri[:5].lower() != "data:":
-        raise ImageError(
+        raise BadImageError(
             "must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses"
         )
     if len(uri) * 3 / 4 > limits.max_image_mib * 2**20 + 100:
-        raise ImageError(f"is larger than {limits.max_image_mib:g} MiB: send a smaller file")
+        raise BadImageError(f"is larger than {limits.max_image_mib:g} MiB: send a smaller file")
     return image_bytes(uri, None)
 
 
@@ -343,20 +343,24 @@ def _fetched(address: str, limits: HTTPSection, seconds: float) -> bytes:
     most, deadline, file = limits.max_image_mib * 2**20, time.monotonic() + seconds, bytearray()
     try:
         if (host := httpx.URL(address).host) not in limits.image_hosts:
-            raise ImageError(f"is at {host[:80]!r}: this server fetches images of {', '.join(limits.image_hosts)} only")
+            raise BadImageError(
+                f"is at {host[:80]!r}: this server fetches images of {', '.join(limits.image_hosts)} only"
+            )
         with httpx.stream("GET", address, timeout=max(seconds, 0.1)) as reply:
             reply.raise_for_status()
             for piece in reply.iter_raw():
                 file += piece
                 if len(file) > most or time.monotonic() > deadline:
-                    raise ImageError(f"is larger than {limits.max_image_mib:g} MiB, or takes more than {_FETCH_S:g} s")
+                    raise BadImageError(
+                        f"is larger than {limits.max_image_mib:g} MiB, or takes more than {_FETCH_S:g} s"
+                    )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ImageError(f"cannot be fetched ({one_line(error)}): send it as a data URI") from error
+        raise BadImageError(f"cannot be fetched ({one_line(error)}): send it as a data URI") from error
     return bytes(file)
 
 
 def seen_image(file: bytes, spec: ImageLayout, limits: HTTPSection) -> EncodedImage:
-    """The first frame of an image file, upright as its EXIF says, RGB. Raises ImageError.
+    """The first frame of an image file, upright as its EXIF says, RGB. Raises BadImageError.
 
     A photo becomes as small as the model sees it: as PNG in full size it would take ten times its file. A PNG that is
     RGB already stays as it is: encoding it again would be the most expensive step.
@@ -377,7 +381,7 @@ def seen_image(file: bytes, spec: ImageLayout, limits: HTTPSection) -> EncodedIm
 def _naming(number: int) -> Iterator[None]:
     try:
         yield
-    except ImageError as error:
+    except BadImageError as error:
         raise UserInputError(f"Image {number} {error}.") from error
 
 

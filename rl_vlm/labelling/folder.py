@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
+from rl_vlm.envs.images import BadImageError, check_header, image_bytes, pixels
 from rl_vlm.envs.rows import chosen_columns
 from rl_vlm.labelling.store import (
     FILE_NAME,
@@ -156,7 +156,7 @@ def _by_name(folder: Path) -> list[NamedPair]:
 def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:
     try:
         return use(image_bytes(name, folder))
-    except ImageError as error:
+    except BadImageError as error:
         raise UserInputError(f"Cannot read the picture {folder / (name or '')}: it {error}.") from error
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config.labels import names_no_cache
-from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
+from rl_vlm.envs.images import BadImageError, check_header, image_bytes, pixels
 from rl_vlm.envs.rows import TooLargeError, read_parquet
 from rl_vlm.files import append_whole, csv_lines, cut_lines, link_tree, write_atomic
 from rl_vlm.safe_text import csv_cell, redact
@@ -206,8 +206,8 @@ class SessionFiles:
             rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
             read = [([self._unpack(row[name]) for name in self.segments], self._answer_of(row)) for row in rows]
-        except (ImageError, TooLargeError) as error:
-            what = "a picture" if isinstance(error, ImageError) else "the file"
+        except (BadImageError, TooLargeError) as error:
+            what = "a picture" if isinstance(error, BadImageError) else "the file"
             raise UserInputError(f"Cannot read the labels in {path}: {what} {error}.") from error
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
@@ -263,7 +263,7 @@ class SessionFiles:
         return image.sha256
 
     def _check_pictures(self, rows: list[dict[str, Any]]) -> None:
-        """Raise ImageError where the session's pictures are much larger than their files, before any is decoded."""
+        """Raise BadImageError where the session's pictures are much larger than their files, before any is decoded."""
         times = Counter(sha for row in rows for name in self.segments for sha in row[name]["frames"])
         pixel_bytes = file_bytes = 0
         for sha, count in times.items():
@@ -272,7 +272,7 @@ class SessionFiles:
             pixel_bytes += 3 * width * height * count
             file_bytes += len(data) * count
         if pixel_bytes > max(_FREE_PIXEL_BYTES, _PIXEL_RATIO * file_bytes):
-            raise ImageError(f"is much larger than its file: all of them take {pixel_bytes >> 20} MiB")
+            raise BadImageError(f"is much larger than its file: all of them take {pixel_bytes >> 20} MiB")
 
     def _unpack(self, row: dict[str, Any]) -> Segment:
         observations, actions, rewards = (np.array(row[name], np.float32) for name in _ARRAYS)

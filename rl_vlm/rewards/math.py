@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rl_vlm.rewards.exact import Monomial, parse_monomial
-from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, read_answer
+from rl_vlm.rewards.normalize import MAX_CHARS, AnswerTree, is_oversized, read_answer
 from rl_vlm.rewards.symbolic import CPU_S, WORKER, Reason
 from rl_vlm.rewards.units import units_clash
 from rl_vlm.safe_text import without_thoughts
@@ -242,7 +242,7 @@ def _compare(answer: str, truth: str) -> Reason:
     return _same(read_answer(answer), read_answer(truth), _SymbolicBudget())
 
 
-def _same(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
+def _same(given: AnswerTree, expected: AnswerTree, budget: _SymbolicBudget) -> Reason:
     if bool(given.items) != bool(expected.items):  # the truth "1/2 or 0.5" is one value in two spellings
         spellings = expected.items if expected.order == "any" and not expected.opening else ()
         same = [_same(given, spelling, budget) is Reason.CORRECT for spelling in spellings]
@@ -252,7 +252,7 @@ def _same(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
     return _same_items(given, expected, budget) if given.items else _same_leaf(given, expected, budget)
 
 
-def _same_items(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
+def _same_items(given: AnswerTree, expected: AnswerTree, budget: _SymbolicBudget) -> Reason:
     kinds = {(given.opening, given.closing), (expected.opening, expected.closing)}
     if len(given.items) != len(expected.items) or (len(kinds) > 1 and kinds != {("", ""), ("\\{", "\\}")}):
         return Reason.WRONG
@@ -266,13 +266,13 @@ def _same_items(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Rea
     return Reason.CORRECT
 
 
-def _in_order_of_names(items: tuple[Answer, ...]) -> list[Answer]:
+def _in_order_of_names(items: tuple[AnswerTree, ...]) -> list[AnswerTree]:
     """Sorted by name, because `y=2, x=1` equals `x=1, y=2`."""
     names = {item.name for item in items}
     return sorted(items, key=lambda item: item.name) if "" not in names and len(names) == len(items) else list(items)
 
 
-def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], budget: _SymbolicBudget) -> Reason:
+def _same_set(given: tuple[AnswerTree, ...], expected: tuple[AnswerTree, ...], budget: _SymbolicBudget) -> Reason:
     """Whether every element has a partner of its own; equality is transitive, so the first one that fits is taken."""
     left = list(given)
     for wanted in expected:
@@ -287,14 +287,14 @@ def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], budget: _
     return Reason.CORRECT
 
 
-def _with_its_unit(leaf: Answer, other: Answer) -> Answer:
+def _with_its_unit(leaf: AnswerTree, other: AnswerTree) -> AnswerTree:
     """`12L` as 12 L where the other side has that unit: a letter behind a number may also be a variable."""
     number = leaf.text.removesuffix(re.sub(r"\^(.)", r"^{\1}", other.unit))
     apart = not leaf.unit and number != leaf.text and parse_monomial(number)
     return replace(leaf, text=number, unit=other.unit) if apart else leaf
 
 
-def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
+def _same_leaf(given: AnswerTree, expected: AnswerTree, budget: _SymbolicBudget) -> Reason:
     given, expected = _with_its_unit(given, expected), _with_its_unit(expected, given)
     answer, truth = _end_of_chain(given.text, budget), _end_of_chain(expected.text, budget)
     value, wanted = parse_monomial(answer), parse_monomial(truth)
@@ -333,7 +333,7 @@ def _end_of_chain(text: str, budget: _SymbolicBudget) -> str:
     return last
 
 
-def _same_number(value: Monomial, given: Answer, wanted: Monomial, expected: Answer) -> bool:
+def _same_number(value: Monomial, given: AnswerTree, wanted: Monomial, expected: AnswerTree) -> bool:
     """Equal as written, or in value with percent and degree signs: 50% = 1/2, 180 degrees = pi."""
     units = {given.unit, expected.unit}
     if "degree" in units and units <= {"degree", "rad", ""}:

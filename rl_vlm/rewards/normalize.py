@@ -127,7 +127,7 @@ _LINE_BREAKS = re.compile(r"(?: ?\\\\)+[ .,;:]*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerTree:
     r"""One answer, read. A leaf has `text`; a tuple, list or set has `items` and its brackets ("" for a bare list).
 
     `equation` is the leaf with its name (`y=2x+1` where text is `2x+1`). `order`: whether it counts: "any" for sets,
@@ -135,7 +135,7 @@ class Answer:
     """
 
     text: str = ""
-    items: tuple[Answer, ...] = ()
+    items: tuple[AnswerTree, ...] = ()
     opening: str = ""
     closing: str = ""
     name: str = ""
@@ -166,7 +166,7 @@ def nesting(text: str) -> int:
     return deepest
 
 
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> AnswerTree:
     """Read an answer; the caller has checked that it is not oversized."""
     if emphasised := _EMPHASIS.fullmatch(text.strip()):
         text = emphasised[2]
@@ -188,12 +188,12 @@ def read_answer(text: str) -> Answer:
     return replace(answer, order="any") if alternatives else answer
 
 
-def _read_list(text: str) -> Answer:
+def _read_list(text: str) -> AnswerTree:
     parts = _split(text)
-    return Answer(items=tuple(map(_read_item, parts))) if len(parts) > 1 else _read_item(text)
+    return AnswerTree(items=tuple(map(_read_item, parts))) if len(parts) > 1 else _read_item(text)
 
 
-def _read_item(text: str) -> Answer:
+def _read_item(text: str) -> AnswerTree:
     text, name, equation = _detach_name(_without_text(text.strip(" .;:")))
     measured = detach_unit(_without_text(text))
     body = _without_text(measured.text.strip())
@@ -208,13 +208,15 @@ def _read_item(text: str) -> Answer:
         body = inside
     if opening and opening != "{":
         items = tuple(_read_item(part) for part in _split(inside))
-        return Answer(items=items, opening=opening, closing=closing, name=name, order="any" if opening == "\\{" else "")
+        return AnswerTree(
+            items=items, opening=opening, closing=closing, name=name, order="any" if opening == "\\{" else ""
+        )
     if opening:
-        return Answer(items=_read_list(inside).items, name=name)
+        return AnswerTree(items=_read_list(inside).items, name=name)
     if body.count("\\pm") == 1 and nesting(body.partition("\\pm")[0]) == 0:
         both = tuple(_read_item(body.replace("\\pm", sign).lstrip(" +")) for sign in "+-")
-        return Answer(items=both, name=name, order="both")
-    return Answer(
+        return AnswerTree(items=both, name=name, order="both")
+    return AnswerTree(
         text=_left_to_right(_squeeze(body).removeprefix("+")),
         name=_squeeze(name),
         equation=_left_to_right(_squeeze(equation)),

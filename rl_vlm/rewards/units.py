@@ -60,7 +60,7 @@ GENERIC = "unit"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Quantity:
     """An answer without its unit, which is canonical (`cm^2`), or "" where this module knows none."""
 
     text: str
@@ -68,26 +68,26 @@ class Measured:
     percent: bool = False
 
 
-def detach_unit(text: str) -> Measured:
+def detach_unit(text: str) -> Quantity:
     """Remove percent sign, degree sign, unit or counted noun from the end of an answer; a word alone stays."""
     text = text.strip()
     if (match := _PERCENT.search(text)) and match.start():
-        return Measured(text[: match.start()], "percent", percent=True)
+        return Quantity(text[: match.start()], "percent", percent=True)
     if (match := _DEGREE.search(text)) and match.start():
-        return Measured(text[: match.start()], "degree" + (match["text"] or match["letter"] or ""))
+        return Quantity(text[: match.start()], "degree" + (match["text"] or match["letter"] or ""))
     if match := _SCALE.search(text):
-        return Measured(f"{text[: match.start()]}\\cdot 10^{{{_SCALES[match['text'] or match['bare']]}}}")
+        return Quantity(f"{text[: match.start()]}\\cdot 10^{{{_SCALES[match['text'] or match['bare']]}}}")
     if (match := _TEXT.search(text)) and match.start():
         content = match["content"].strip()
         if known := _RATE.fullmatch(content) or _UNIT.fullmatch(content):
-            return Measured(text[: match.start()], _canonical(known, match["power"]))
+            return Quantity(text[: match.start()], _canonical(known, match["power"]))
         if _ANY_WORDS.fullmatch(content) and not _NOT_A_UNIT.search(content.lower()):
-            return Measured(text[: match.start()])
-        return Measured(text)
+            return Quantity(text[: match.start()])
+        return Quantity(text)
     match = _RATE.search(text)
     if match is None or text[: match.start()].rstrip()[-1:] not in tuple("0123456789})"):
         match = _BARE_UNIT.search(text)
-    return Measured(text[: match.start()], _canonical(match)) if match else Measured(text)
+    return Quantity(text[: match.start()], _canonical(match)) if match else Quantity(text)
 
 
 def units_clash(answer: str, truth: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step, told
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step, describe_error
 from rl_vlm.envs.registry import make_part
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
@@ -45,7 +45,7 @@ class _Call:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C
             # User code may raise anything, and may even exit; it ends an episode, not the runner.
-            self.result = EnvError(f"The environment raised {told(error)}")
+            self.result = EnvError(f"The environment raised {describe_error(error)}")
         self.seconds = time.monotonic() - self.began
         self.done = True
 

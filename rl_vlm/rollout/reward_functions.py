@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import RewardFunction
-from rl_vlm.envs.errors import told
+from rl_vlm.envs.errors import describe_error
 from rl_vlm.envs.loading import load_object, split_spec
 from rl_vlm.rewards.functions import FUNCTIONS
 from rl_vlm.types import Trajectory, UserInputError
@@ -50,7 +50,9 @@ def _named(function: str) -> Callable[..., Any]:
     try:
         found = found() if isinstance(found, type) else found
     except Exception as error:
-        raise UserInputError(f"env.reward: {function} cannot be made without arguments: {told(error)}.") from error
+        raise UserInputError(
+            f"env.reward: {function} cannot be made without arguments: {describe_error(error)}."
+        ) from error
     if not callable(found):
         raise UserInputError(f"env.reward: {function} is a {type(found).__name__}, not a function.")
     return found  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ import numpy as np
 from rl_vlm.asking import Answer, Ask, Client, HTTPEndpoint, Question, ServedEndpoint, ask_again
 from rl_vlm.config import JudgeSection, RewardFunction, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.envs.errors import told
+from rl_vlm.envs.errors import describe_error
 from rl_vlm.models.images import TextSide
 from rl_vlm.registry import Registry
 from rl_vlm.rewards.functions import FUNCTIONS
@@ -319,7 +319,7 @@ def try_parts(settings: RewardSection, text: TextSide) -> None:
             try:
                 part(answered)
             except (AttributeError, TypeError) as error:
-                raise UserInputError(f"The reward part {name} does not run: {told(error)}.") from error
+                raise UserInputError(f"The reward part {name} does not run: {describe_error(error)}.") from error
             except Exception:  # it misses what a real episode has, such as a key of its info
                 pass
 

@@ -14,7 +14,7 @@ from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.engines.grammars import format_matcher
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import told
+from rl_vlm.envs.errors import describe_error
 from rl_vlm.envs.isolation import check_plain
 from rl_vlm.envs.registry import make_part, portable_id, train_size
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
@@ -158,7 +158,9 @@ def _opened(
     except UserInputError as error:
         raise UserInputError(f"{where}: {error}" if where else str(error)) from error
     except (Exception, SystemExit) as error:  # it is a user's code, which may raise anything
-        raise UserInputError(f"{where or f'The environment {part.id} does not open'}: {told(error)}") from error
+        raise UserInputError(
+            f"{where or f'The environment {part.id} does not open'}: {describe_error(error)}"
+        ) from error
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class SFTConversation:
     """Messages up to the last assistant turn. where: file and line. has_thoughts: a message had `reasoning_content`."""
 
     messages: list[Message]
@@ -28,7 +28,7 @@ class Conversation:
     has_thoughts: bool = False
 
 
-def read_conversation(row: Row) -> Conversation:
+def read_conversation(row: Row) -> SFTConversation:
     """The conversation of a row, as docs/fine_tuning.md describes it. Raises BadRowError."""
     messages = row.cells.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -41,7 +41,7 @@ def read_conversation(row: Row) -> Conversation:
     if last < 0:
         raise BadRowError("no message is the assistant's, so there is nothing to learn.")
     check_order([role for role, _ in turns[: last + 1]])
-    return Conversation(
+    return SFTConversation(
         with_images(turns, as_list(column), row.image)[: last + 1],
         row.where,
         any(message.get("reasoning_content") for message in messages[: last + 1]),
@@ -74,18 +74,18 @@ class ConversationEncoder:
     def __init__(self, text: TextSide, max_length: int, too_long: TooLong = "leave_out") -> None:
         self._text, self._max_length, self._too_long = text, max_length, too_long
 
-    def length(self, conversation: Conversation) -> int | None:
+    def length(self, conversation: SFTConversation) -> int | None:
         """Tokens, for which sizes of images are enough; None: it is left out. Raises BadRowError."""
         trajectory = self._trajectory(conversation)
         return None if trajectory is None else len(trajectory)
 
-    def encode(self, conversation: Conversation) -> Trajectory:
+    def encode(self, conversation: SFTConversation) -> Trajectory:
         trajectory = self._trajectory(conversation)
         if trajectory is None:
             raise BadRowError(f"{conversation.where}: longer than sft.max_length ({self._max_length}).")
         return trajectory
 
-    def _spans(self, conversation: Conversation) -> list[tuple[EncodedSpan, bool]]:
+    def _spans(self, conversation: SFTConversation) -> list[tuple[EncodedSpan, bool]]:
         """The conversation in order: what is given, and what the model says (True), by turns."""
         codec = self._text.codec
         if conversation.has_thoughts and not codec.opens_thought:
@@ -113,7 +113,7 @@ class ConversationEncoder:
             raise BadRowError(f"{conversation.where}: {error}") from error
         return spans
 
-    def _trajectory(self, conversation: Conversation) -> Trajectory | None:
+    def _trajectory(self, conversation: SFTConversation) -> Trajectory | None:
         """The whole conversation, or as much of it as fits; None: it is left out."""
         ids: list[np.ndarray] = []
         said: list[np.ndarray] = []

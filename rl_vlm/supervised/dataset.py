@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.envs.data import RowTable, reject_shared_rows, split_slice
+from rl_vlm.envs.data import DataTable, reject_shared_rows, split_slice
 from rl_vlm.models.images import TextSide
 from rl_vlm.numerics import derive_seed
-from rl_vlm.supervised.conversations import Conversation, ConversationEncoder
+from rl_vlm.supervised.conversations import ConversationEncoder, SFTConversation
 from rl_vlm.supervised.sources import has_split, open_conversations
 from rl_vlm.types import Trajectory, UserInputError
 
@@ -23,7 +23,7 @@ _SPLIT_STREAM, _ORDER_STREAM = 8, 9  # random numbers of their own
 class Measured:
     """The `rows` of a table that are used, int64 [N], and their tokens; `left_out` were too long."""
 
-    table: RowTable[Conversation]
+    table: DataTable[SFTConversation]
     rows: np.ndarray
     tokens: np.ndarray
     left_out: int
@@ -31,7 +31,7 @@ class Measured:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def conversations(self, numbers: Sequence[int]) -> list[Conversation]:
+    def conversations(self, numbers: Sequence[int]) -> list[SFTConversation]:
         """By number from 0 to N - 1."""
         return [self.table[int(self.rows[number])] for number in numbers]
 
@@ -89,7 +89,7 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
 
 
 def _measure(
-    table: RowTable[Conversation], rows: np.ndarray, encoder: ConversationEncoder, progress: Callable[[str], None]
+    table: DataTable[SFTConversation], rows: np.ndarray, encoder: ConversationEncoder, progress: Callable[[str], None]
 ) -> Measured:
     progress(f"Reading {len(rows)} conversations of {table.name} ...")
     lengths = [encoder.length(table.outline(int(row))) for row in rows]

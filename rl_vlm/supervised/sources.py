@@ -6,17 +6,17 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from rl_vlm.envs.data import RowTable, local_files, open_table, other_file, split_slice
+from rl_vlm.envs.data import DataTable, local_files, open_table, other_file, split_slice
 from rl_vlm.envs.rows import JsonLinesRows, Rows
 from rl_vlm.files import write_atomic
 from rl_vlm.registry import provided
-from rl_vlm.supervised.conversations import CONVERSATIONS, Conversation
+from rl_vlm.supervised.conversations import CONVERSATIONS, SFTConversation
 from rl_vlm.types import Split, UserInputError
 
 BUILTIN_GROUP = "rl_vlm.conversations"  # entry points: a class of `Rows` that takes the split
 
 
-def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
+def open_conversations(source: str, split: Split) -> DataTable[SFTConversation]:
     """Open a source, with an optional slice `source@[a:b]`. Raises UserInputError."""
     name = split_slice(source)[0]
     path = Path(name).expanduser()
@@ -27,7 +27,7 @@ def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
         rows = builtin_rows(name, split)
     else:
         return open_table(CONVERSATIONS, source, split)
-    return RowTable(CONVERSATIONS, rows, source, split)
+    return DataTable(CONVERSATIONS, rows, source, split)
 
 
 def has_split(source: str, split: Split) -> bool:

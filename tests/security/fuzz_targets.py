@@ -47,7 +47,7 @@ def image(data: bytes) -> None:
     try:
         picture = images.decode(data, max_pixels=10**6)
         assert picture.width * picture.height <= 10**6
-    except images.ImageError as error:
+    except images.BadImageError as error:
         assert len(str(error)) < _LONGEST
     try:
         EncodedImage("0", data, 24, 24).to_pil()

@@ -25,7 +25,7 @@ from rl_vlm.config import HTTPSection, TrainedModelSection
 from rl_vlm.envs import images
 from rl_vlm.envs import rows as row_files
 from rl_vlm.envs.data import QUESTIONS
-from rl_vlm.envs.images import ImageError, check_parts
+from rl_vlm.envs.images import BadImageError, check_parts
 from rl_vlm.envs.rows import BadRowError, file_rows
 from rl_vlm.http.reader import RequestReader
 from rl_vlm.labelling.import_labels import import_labels
@@ -143,7 +143,7 @@ def test_no_reader_decodes_a_picture_that_costs_more_than_it_shows(name, monkeyp
     monkeypatch.setattr(Image.Image, "load", lambda self: decoded.append(self))
     readers = [images.decode, images.pixels, images.check_header]
     for read in readers:
-        with pytest.raises(ImageError, match="scans|segments|chunks"):
+        with pytest.raises(BadImageError, match="scans|segments|chunks"):
             read(data)
     with pytest.raises(UserInputError, match="Image 1 .*(scans|segments|chunks)"):
         http_reader(data, "png" if name == "chunks" else "jpeg")
@@ -175,7 +175,7 @@ def test_scans_of_pictures_inside_the_picture_do_not_count():
 
 
 def test_jpegs_inside_a_tiff_are_refused():
-    with pytest.raises(ImageError, match="TIFF that holds JPEGs"):
+    with pytest.raises(BadImageError, match="TIFF that holds JPEGs"):
         images.decode(jpeg_in_tiff())
 
 

@@ -19,7 +19,7 @@ from rl_vlm import frames
 from rl_vlm.cli.output import ErrorReport
 from rl_vlm.config.loading import _Dumper, load_config, load_yaml
 from rl_vlm.envs import isolation
-from rl_vlm.envs.images import ImageError, image_bytes
+from rl_vlm.envs.images import BadImageError, image_bytes
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.loading import absolute_spec
 from rl_vlm.files import append_whole, resolved
@@ -83,7 +83,7 @@ def test_links_in_a_circle_are_one_sentence(tmp_path):
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(UserInputError, match="leads nowhere"):
         resolved(tmp_path / "a")
-    with pytest.raises(ImageError, match="cannot be read|no such file"):
+    with pytest.raises(BadImageError, match="cannot be read|no such file"):
         image_bytes("a", tmp_path)
     with pytest.raises(UserInputError, match="leads nowhere"):
         load_config(None, [f"model.adapter={tmp_path / 'a'}"])

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.data import QUESTIONS, Question, RowTable, open_table
+from rl_vlm.envs.data import QUESTIONS, DataTable, ImageQuestion, open_table
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import UserInputError
 
@@ -51,7 +51,7 @@ def write(file: Path, images, problem="<image>What?", answer="5", kind=None, **o
     return file
 
 
-def one(tmp_path, images, **columns) -> RowTable[Question]:
+def one(tmp_path, images, **columns) -> DataTable[ImageQuestion]:
     """A table of one row."""
     return open_table(QUESTIONS, str(write(tmp_path / "train.parquet", [images], **columns)), "train")
 

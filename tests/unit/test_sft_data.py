@@ -18,7 +18,7 @@ from PIL import Image
 
 from rl_vlm.config import load_sft_config
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.supervised.conversations import Conversation
+from rl_vlm.supervised.conversations import SFTConversation
 from rl_vlm.supervised.dataset import JobData, open_job_data
 from rl_vlm.supervised.sources import open_conversations, write_example
 from rl_vlm.types import EncodedImage, Message, UserInputError
@@ -42,7 +42,7 @@ def row(content: Any, images: Any = None, **rest: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, REPLY], "images": images, **rest}
 
 
-def shape(conversation: Conversation) -> list[tuple[str, list[str]]]:
+def shape(conversation: SFTConversation) -> list[tuple[str, list[str]]]:
     """Roles and parts, images by their colour."""
     names = {(255, 0, 0): "RED", (0, 0, 255): "BLUE"}
 

@@ -12,7 +12,7 @@ from rl_vlm.envs.data import Row
 from rl_vlm.envs.images import decode
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.models.images import TextSide
-from rl_vlm.supervised.conversations import Conversation, ConversationEncoder, read_conversation
+from rl_vlm.supervised.conversations import ConversationEncoder, SFTConversation, read_conversation
 from rl_vlm.types import Trajectory
 
 USER = {"role": "user", "content": "How many?"}
@@ -54,7 +54,7 @@ def encoded(text: TextSide, *messages: dict[str, Any]) -> Trajectory:
     return ConversationEncoder(text, 4096).encode(conversation(*messages)).check()
 
 
-def conversation(*messages: dict[str, Any]) -> Conversation:
+def conversation(*messages: dict[str, Any]) -> SFTConversation:
     return read_conversation(Row({"messages": list(messages)}, "a.jsonl, line 1", decode))
 
 

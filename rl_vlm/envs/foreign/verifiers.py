@@ -66,7 +66,7 @@ class VerifiersEnv(AsyncEnv):
         super().__init__(timeout_s, num_train=num_train, num_test=num_test)
         if max_turns is not None:
             self._env.max_turns = max_turns
-        self._episode: _Episode | None = None
+        self._episode: _Rollout | None = None
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         number = self.number(item) if self._one_set else item.index
@@ -96,11 +96,11 @@ class VerifiersEnv(AsyncEnv):
 
     async def _begin(self, row: dict[str, Any]) -> Observation | Any:
         await self.end()
-        self._episode = _Episode(self._env, row)
+        self._episode = _Rollout(self._env, row)
         return await self._episode.advance()
 
 
-class _Episode:
+class _Rollout:
     """One rollout, and the client that it takes for the model."""
 
     def __init__(self, env: Any, row: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class _Episode:
         return Observation(tuple(shown))
 
 
-async def _played(env: Any, row: dict[str, Any], client: _Episode) -> Any:
+async def _played(env: Any, row: dict[str, Any], client: _Rollout) -> Any:
     """The state of a whole rollout, with its reward."""
     import verifiers
 

@@ -34,7 +34,7 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class FigureLabel:
     """A text, and in which direction from which point it stands. `unit` is left out of small drawings."""
 
     text: str
@@ -48,7 +48,7 @@ class Figure:
     """What is drawn. Circles are (centre, radius); arcs mark `angles`, squares `right_angles`, ticks `equal` sides."""
 
     lines: tuple[tuple[Point, Point], ...]
-    labels: tuple[Label, ...]
+    labels: tuple[FigureLabel, ...]
     dashed: tuple[tuple[Point, Point], ...] = ()
     circles: tuple[tuple[Point, float], ...] = ()
     dots: tuple[Point, ...] = ()
@@ -265,7 +265,7 @@ def inscribed(rng: Random, step: int) -> Problem:
     vertex = _on_circle(180 + angle * rng.uniform(-0.7, 0.7))  # opposite, with the centre inside the angle
     labels = (
         _angle_label("x" if asks_central else 2 * angle, 0j, one, other),
-        Label(str(angle) if asks_central else "x", vertex, vertex, "°" * asks_central),
+        FigureLabel(str(angle) if asks_central else "x", vertex, vertex, "°" * asks_central),
     )
     lines = ((vertex, one), (vertex, other), (0j, one), (0j, other))
     figure = Figure(lines, labels, circles=((0j, 1.0),), dots=(0j,), angles=((vertex, one, other), (0j, one, other)))
@@ -278,7 +278,7 @@ def semicircle(rng: Random, step: int) -> Problem:
     left, right, top = -1 + 0j, 1 + 0j, _on_circle(2 * angle)
     figure = Figure(
         ((left, right), (right, top), (top, left)),
-        (Label(str(angle), left, left, "°"), Label("x", right, right)),
+        (FigureLabel(str(angle), left, left, "°"), FigureLabel("x", right, right)),
         circles=((0j, 1.0),),
         dots=(0j,),
         angles=((left, right, top), (right, left, top)),
@@ -296,7 +296,7 @@ def triangle_area(rng: Random, step: int) -> Problem:
     wider = right if foot.real < base / 2 else left
     figure = Figure(
         ((left, right), (right, top), (top, left)),
-        (_side_label(base, left, right, top), Label(str(height), foot + 0.3 * (top - foot), wider - foot)),
+        (_side_label(base, left, right, top), FigureLabel(str(height), foot + 0.3 * (top - foot), wider - foot)),
         dashed=((foot, top),),
         right_angles=((foot, top, left + right - wider),),
     )
@@ -307,7 +307,7 @@ def circle_area(rng: Random, step: int) -> Problem:
     r"""Level 5: the area of a circle of given radius or diameter, as a multiple of \pi."""
     radius, whole = rng.randint(2, 20), rng.random() < 0.5
     start = -1 + 0j if whole else 0j
-    label = Label(str(2 * radius if whole else radius), (start + 1) / 2, 1j)
+    label = FigureLabel(str(2 * radius if whole else radius), (start + 1) / 2, 1j)
     figure = Figure(((start, 1 + 0j),), (label,), circles=((0j, 1.0),), dots=(0j,))
     return Problem("circle_area", figure, rf"{radius**2}\pi", "Find the area of the circle.")
 
@@ -319,7 +319,7 @@ def rectangle_area(rng: Random, step: int) -> Problem:
     centre = corners[2] / 2
     figure = Figure(
         (*zip(corners, (*corners[1:], corners[0]), strict=True), (corners[0], corners[2])),
-        (_side_label(width, corners[0], corners[1], centre), Label(str(diagonal), centre, corners[3] - centre)),
+        (_side_label(width, corners[0], corners[1], centre), FigureLabel(str(diagonal), centre, corners[3] - centre)),
         right_angles=((corners[1], corners[0], corners[2]),),
     )
     return Problem("rectangle_area", figure, str(width * height), "Find the area of the rectangle.")
@@ -359,16 +359,16 @@ def _triangle(left: int, right: int, shown: Sequence[int | str], equal: bool = F
     return Figure(sides, tuple(labels), angles=tuple(angles), equal=sides[1:] if equal else ())
 
 
-def _angle_label(text: int | str, vertex: Point, one: Point, other: Point) -> Label:
+def _angle_label(text: int | str, vertex: Point, one: Point, other: Point) -> FigureLabel:
     first, second = ((point - vertex) / abs(point - vertex) for point in (one, other))
-    return Label(str(text), vertex, first + second, "" if text == "x" else "°")
+    return FigureLabel(str(text), vertex, first + second, "" if text == "x" else "°")
 
 
-def _side_label(text: int | str, one: Point, other: Point, inside: Point) -> Label:
+def _side_label(text: int | str, one: Point, other: Point, inside: Point) -> FigureLabel:
     """A label at the middle of a side, away from a point inside the figure."""
     across = 1j * (other - one)
     outwards = ((inside - one) / across).real < 0
-    return Label(str(text), (one + other) / 2, across if outwards else -across)
+    return FigureLabel(str(text), (one + other) / 2, across if outwards else -across)
 
 
 IMAGE_SIZE = 256

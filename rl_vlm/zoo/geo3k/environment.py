@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import QUESTIONS, DataSource, Question, TableSet
+from rl_vlm.envs.data import QUESTIONS, DataSource, ImageQuestion, TableSet
 from rl_vlm.envs.images import fit
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
@@ -97,8 +97,8 @@ class Geo3kEnv(EpisodeEnv):
         if question is None:
             problem, picture = drawn_problem(*self._drawn, item.split, item.index, self._seed)
             where = f"drawn {item.split} item {item.index}"
-            question = Question(problem.text, problem.answer, (picture,), where, problem.kind)
-        self._question: Question = question
+            question = ImageQuestion(problem.text, problem.answer, (picture,), where, problem.kind)
+        self._question: ImageQuestion = question
         self._turns: list[str] = []
         self._tool_calls = self._tool_errors = 0
         self._bonus_paid = False
@@ -160,7 +160,7 @@ class Geo3kEnv(EpisodeEnv):
             return f"Score: 1. The answer {shown} is right. {_FINISH}", True
         return f"Score: 0. The answer {shown} is wrong.{warning or ' Look for the mistake.'}", True
 
-    def _opening(self, question: Question) -> Observation:
+    def _opening(self, question: ImageQuestion) -> Observation:
         size = self._image_size
         parts = tuple(
             fit(part, size, self._square) if size is not None and isinstance(part, EncodedImage) else part

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from rl_vlm.envs.base import Item
-from rl_vlm.envs.data import Question
+from rl_vlm.envs.data import ImageQuestion
 from rl_vlm.types import EncodedImage, Message
 from rl_vlm.zoo.drawing import stable_rng
 from rl_vlm.zoo.geo3k.drawn import AngleStep, Problem, drawn_problem
@@ -109,11 +109,11 @@ _ANSWER_AT_ONCE = (0.35, 0.5, 0.9)  # by turn: how often the reply is a boxed an
 
 
 class _QuestionsEnv(Geo3kEnv):
-    def __init__(self, questions: list[Question], **settings: Any) -> None:
+    def __init__(self, questions: list[ImageQuestion], **settings: Any) -> None:
         super().__init__(prompt="brief", num_train=len(questions), **settings)
         self._questions = questions
 
-    def row(self, item: Item) -> Question:
+    def row(self, item: Item) -> ImageQuestion:
         return self._questions[item.index]
 
 
@@ -123,7 +123,7 @@ def geometry_drawer(seed: int, rng: np.random.Generator) -> Draw:
     answers = [_number(making) for _ in range(NUM_QUESTIONS)]
     problems = ["<image>" + _problem(making) for _ in answers]
     questions = [
-        Question(problem, answer, (EncodedImage.from_pil(line_drawing(making)),), "")
+        ImageQuestion(problem, answer, (EncodedImage.from_pil(line_drawing(making)),), "")
         for problem, answer in zip(problems, answers, strict=True)
     ]
     # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_vlm.envs.data import DataSource, Row, RowTable, Schema, TableSet, as_list, cell_text, open_table
+from rl_vlm.envs.data import DataSource, DataTable, Row, Schema, TableSet, as_list, cell_text, open_table
 from rl_vlm.envs.errors import plain_values
 from rl_vlm.envs.messages import Picture, RawTurn, check_order, read_turns, with_images
 from rl_vlm.envs.rows import BadRowError
@@ -34,7 +34,7 @@ _SHARE_STREAM = 31  # random numbers of the split by share
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class QARow:
     """What a row asks.
 
     prompt: the question as TRL gives it to reward functions, a text or chat messages with places for the images.
@@ -49,7 +49,7 @@ class Example:
     where: str
 
 
-def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversational: bool, row: Row) -> Example:
+def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversational: bool, row: Row) -> QARow:
     roles = {part: _columns_of(part, row, named.get(part)) for part in NAMES}
     if question is None:
         question = _only(row, "question", roles["question"])
@@ -78,7 +78,7 @@ def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversati
     if not plain_values({"columns": columns}):
         raise BadRowError("its cells beside the images have more than 65536 characters in all: leave some columns out.")
     prompt = _shown(turns) if chat or conversational else cell_text(question)
-    return Example(tuple(messages), prompt, _accepted(answer), columns, row.where)
+    return QARow(tuple(messages), prompt, _accepted(answer), columns, row.where)
 
 
 def _columns_of(part: str, row: Row, named: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -139,11 +139,11 @@ def _accepted(answer: Any) -> tuple[str, ...]:
 @lru_cache(maxsize=64)  # equal schemas are one, so that environments of a process share tables
 def _schema(
     named: tuple[tuple[str, tuple[str, ...]], ...], question: str | None, conversational: bool
-) -> Schema[Example]:
+) -> Schema[QARow]:
     return Schema(partial(_read, dict(named), question, conversational), None)
 
 
-class Examples(TableSet[Example]):
+class QARows(TableSet[QARow]):
     """The rows of `data`, whose test split is a file of its own, the rows that `split_column` marks, or a share."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Examples(TableSet[Example]):
         super().__init__(_schema(tuple(sorted(named.items())), question, conversational), data)
         self._data, self._split_column, self._test_share = data, split_column, test_share
 
-    def _open(self, split: Split) -> RowTable[Example]:
+    def _open(self, split: Split) -> DataTable[QARow]:
         if not (self._split_column or self._test_share):
             return super()._open(split)
         assert isinstance(self._data, str)  # checked above
@@ -173,7 +173,7 @@ class Examples(TableSet[Example]):
 
 
 @lru_cache(maxsize=8)
-def _parts(whole: RowTable[Example], data: str, column: str | None, share: float) -> dict[Split, RowTable[Example]]:
+def _parts(whole: DataTable[QARow], data: str, column: str | None, share: float) -> dict[Split, DataTable[QARow]]:
     if column:
         marks = open_table(_marks(column), data, "train")
         splits = [marks[number] for number in range(len(marks))]

@@ -12,7 +12,7 @@ from rl_vlm.envs.data import DataSource
 from rl_vlm.envs.images import fit
 from rl_vlm.rewards.functions import is_right, stated_answer
 from rl_vlm.types import EncodedImage, Message, Observation
-from rl_vlm.zoo.qa.data import Example, Examples, Part
+from rl_vlm.zoo.qa.data import Part, QARow, QARows
 
 
 class QAEnv(EpisodeEnv):
@@ -44,11 +44,11 @@ class QAEnv(EpisodeEnv):
         test_share: Annotated[float, Field(ge=0, lt=1)] = 0.0,
         image_size: Count | None = None,
     ) -> None:
-        super().__init__(rows=Examples(data, columns or {}, question, conversational, split_column, test_share))
+        super().__init__(rows=QARows(data, columns or {}, question, conversational, split_column, test_share))
         self._system, self._image_size = system, image_size
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        self._example: Example = self.row(item)
+        self._example: QARow = self.row(item)
         messages = [self._resized(message) for message in self._example.messages]
         if self._system and messages[0].role != "system":
             messages.insert(0, Message.of("system", self._system))
