@@ -27,8 +27,8 @@ from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.rollouts import GroupBuffer
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.serving.client import AffinityRouter, home_session
 from rl_vlm.serving.registry import Published, start_registry
+from rl_vlm.serving.router import AffinityRouter, home_session
 from rl_vlm.types import POLICY
 
 GROUP_S, LAG = 2.0, 2

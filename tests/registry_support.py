@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.serving.registry import Published, Registry
+from rl_vlm.serving.registry import Published, VersionRegistry
 from rl_vlm.types import POLICY
 
 
@@ -28,14 +28,14 @@ def arrived(payload: AdapterPayload) -> Any:
     return future
 
 
-async def own_registry() -> Registry:
+async def own_registry() -> VersionRegistry:
     """The registry of a run's own service, which the run has joined."""
-    registry = Registry()
+    registry = VersionRegistry()
     await registry.join(POLICY)
     return registry
 
 
-async def publish(registry: Registry, version: int) -> None:
+async def publish(registry: VersionRegistry, version: int) -> None:
     """A version without weights."""
     payload = AdapterPayload(version, b"weights", "{}", f"hash {version}")
     assert await registry.publish(Published(version, payload.sha256, arrived(payload)))

@@ -159,7 +159,8 @@ class PreferenceSAC(RunAlgorithm):
         if service is None:
             return None, None
         from rl_vlm.models.loading import load_text_side
-        from rl_vlm.serving.client import PolicyClient, homes
+        from rl_vlm.serving.client import PolicyClient
+        from rl_vlm.serving.router import homes
 
         service.wait_until_ready()
         serving = self.run_config.serving

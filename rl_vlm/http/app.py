@@ -41,7 +41,7 @@ from rl_vlm.http.schema import (
 from rl_vlm.models.images import TextSide
 from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
-from rl_vlm.serving.follower import ReplicaState
+from rl_vlm.serving.health import ReplicaState
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import POLICY, Completion, GenerationRequest, RLVLMError, SampleChunk
 from rl_vlm.waiting import JITTER

@@ -19,13 +19,19 @@ from ray.util.metrics import Gauge
 
 from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.monitoring.display import Trend
+from rl_vlm.serving.ray_metrics import RayMetrics
 from rl_vlm.types import POLICY
+
+logger = logging.getLogger(__name__)
+
+MAX_SERIES = 400
+_NAME_LENGTH = 80
+_AGAIN_S = 1.0  # the agent forgets after two of Ray's intervals, 20 s unless they are set shorter
+_JOIN_S = 5.0
 
 # Which Ray metric a metric of a run becomes; bounded, so that no run floods a metrics agent. One with a fixed name has
 # its own (`reward/mean` → `rl_vlm_reward_mean`); others share that of their first part and differ in the tag `name`
 # (`dropped/too_old` → `rl_vlm_dropped{name="too_old"}`). Prometheus puts `ray_` in front.
-
-PREFIX = "rl_vlm_"
 
 # First part of a metric's name -> the last parts that have a Ray metric of their own.
 OWN: Mapping[str, str] = {
@@ -62,7 +68,7 @@ _PARTS = {
 
 
 class Series(NamedTuple):
-    """A Ray metric (without `ray_`), its tag `name` (empty for a metric of its own) and its part."""
+    """A Ray metric (without `ray_rl_vlm_`), its tag `name` (empty for a metric of its own) and its part."""
 
     metric: str
     name: str
@@ -73,33 +79,25 @@ def series_of(metric: str, part: str = "") -> Series:
     """The Ray metric of a run's metric; `part` in place of the one that its name says."""
     first, _, rest = metric[:_NAME_LENGTH].partition("/")
     if rest in OWN.get(first, "").split():
-        return Series(f"{PREFIX}{first}_{rest}", "", part or _PARTS.get(first, "rollout"))
+        return Series(f"{first}_{rest}", "", part or _PARTS.get(first, "rollout"))
     if first not in FAMILIES or not rest:
         first, rest = "metric", metric[:_NAME_LENGTH]
-    return Series(PREFIX + first, rest, part or _PARTS.get(first, "rollout"))
+    return Series(first, rest, part or _PARTS.get(first, "rollout"))
 
 
-MAX_SERIES = 400
-_NAME_LENGTH = 80
-_AGAIN_S = 1.0  # the agent forgets after two of Ray's intervals, 20 s unless they are set shorter
-_JOIN_S = 5.0
-
-logger = logging.getLogger(__name__)
-
-
-class RayMetrics:
+class RunMetrics:
     """Sets a gauge for every metric, tagged with run, policy and part, until `close`. Ray is initialised."""
 
     def __init__(self, config: TrainConfig, folder: Path, total: int) -> None:
-        self._name, self._folder = config.name, folder
-        self._gauges: dict[str, Gauge] = {}
+        self._folder = folder
+        self._ray = RayMetrics(run=config.name, policy=POLICY)
         self._values: dict[Series, tuple[Gauge, dict[str, str], float]] = {}
         self._warned_of_too_many = False
         self._closing = threading.Event()
         self._reward, self._mismatch, self._seconds = Trend(), Trend(), Trend()
         self._row_at: float | None = None  # by the clock that is never set; None: the run is starting
         about = {"algorithm": config.algorithm.name, "env": config.env.title, "model": config.model.path}
-        self._set(Series(f"{PREFIX}run_info", "", "train"), 1.0, "what is trained", about)
+        self._set(Series("run_info", "", "train"), 1.0, "what is trained", about)
         self._set_state(
             run_active=1,
             iterations=total,
@@ -157,7 +155,7 @@ class RayMetrics:
     def _set_state(self, **values: float | None) -> None:
         for name, value in values.items():
             if value is not None:
-                self._set(Series(PREFIX + name, "", "train"), value, "state of a run")
+                self._set(Series(name, "", "train"), value, "state of a run")
 
     def _set_metrics(self, metrics: Mapping[str, float], part: str = "") -> None:
         for metric, value in metrics.items():
@@ -171,11 +169,7 @@ class RayMetrics:
                 logger.warning("More than %d metrics: %s and further ones are no Ray metrics.", MAX_SERIES, metric)
 
     def _set(self, series: Series, value: float, description: str, more: Mapping[str, str] | None = None) -> None:
-        tags = {"run": self._name, "policy": POLICY, "part": series.part, **(more or {})}
-        if series.name:
-            tags["name"] = series.name
-        gauge = self._gauges.get(series.metric)
-        if gauge is None:
-            gauge = self._gauges[series.metric] = Gauge(series.metric, description, tag_keys=tuple(tags))
+        tags = {"part": series.part, **(more or {})} | ({"name": series.name} if series.name else {})
+        gauge = self._ray.metric(Gauge, series.metric, description, keys=tuple(tags))
         self._values[series] = gauge, tags, float(value)
         gauge.set(float(value), tags)

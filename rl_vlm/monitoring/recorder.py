@@ -34,7 +34,7 @@ from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from rl_vlm.monitoring.ray_metrics import RayMetrics
+    from rl_vlm.monitoring.ray_metrics import RunMetrics
 
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class RunRecorder:
         self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
         self._wandb = _start_wandb(folder, run, resume=resumed_iteration is not None)
         self._collector: BatchSpanProcessor | None = None
-        self.ray: RayMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
+        self.ray: RunMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         with self._guard("progress.csv"):

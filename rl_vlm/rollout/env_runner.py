@@ -18,8 +18,9 @@ from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
 from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.client import PolicyClient, homes
+from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.registry import OWN, PolicyKey
+from rl_vlm.serving.router import homes
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import EncodedImage, TrajectoryGroup
 

@@ -147,8 +147,9 @@ class _ServedModel:
     def __init__(self, config: PolicyConfig, run_id: str, min_version: int) -> None:
         from ray import serve
 
-        from rl_vlm.serving.client import PolicyClient, home_session
+        from rl_vlm.serving.client import PolicyClient
         from rl_vlm.serving.registry import app_name
+        from rl_vlm.serving.router import home_session
 
         self._handle = serve.get_deployment_handle("policy", app_name(run_id))
         self._client = PolicyClient(

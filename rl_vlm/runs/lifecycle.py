@@ -410,9 +410,9 @@ class RunLifecycle(BaseRun):
         if not (joins_cluster() if wanted is None else wanted):
             yield
             return
-        from rl_vlm.monitoring.ray_metrics import RayMetrics
+        from rl_vlm.monitoring.ray_metrics import RunMetrics
 
-        self.recorder.ray = metrics = RayMetrics(self.config, self.folder, self.total)
+        self.recorder.ray = metrics = RunMetrics(self.config, self.folder, self.total)
         metrics.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield

@@ -10,224 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import KW_ONLY, asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from ray.util import metrics
-
-from rl_vlm.engines.base import BASE_MODEL, Engine, EngineStats
+from rl_vlm.engines.base import BASE_MODEL, Engine
+from rl_vlm.serving.counters import ReplicaTally
+from rl_vlm.serving.health import Lifecycle
 from rl_vlm.serving.registry import POLL_S, Changes, Published, Revision
 from rl_vlm.types import RLVLMError, UserInputError
-
-# The state machine of a replica, without Ray and without a clock of its own.
-
-
-class ReplicaState(StrEnum):
-    STARTING = "starting"  # it has not asked the registry yet, or not loaded what it must have before it serves
-    SERVING = "serving"
-    SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
-    DEAD = "dead"  # it must be replaced
-
-
-@dataclass(slots=True)
-class Lifecycle:
-    """The facts about one replica, from which its state is computed. Times are seconds of any monotonic clock."""
-
-    probe_after_s: float  # an engine without progress for this long is probed
-    load_patience_s: float = 60.0  # a replica whose loads fail for this long is dead
-    max_failed_probes: int = 2  # in a row, after which the replica is dead
-    started: bool = False  # it has asked the registry, and loaded what it must have before it serves
-    asleep: bool = False  # its engine has given memory away, and takes no requests until it has it again
-    failed_probes: int = 0
-    load_error: str = ""  # why a version is not loaded, while loads keep failing
-    death: str = ""  # why, once it is dead
-    last_progress: float = float("-inf")
-    _failing_since: float | None = None
-    _progress: int = -1
-
-    @property
-    def state(self) -> ReplicaState:
-        """Dead wins over suspect, suspect over starting."""
-        if self.death:
-            return ReplicaState.DEAD
-        if self.failed_probes:
-            return ReplicaState.SUSPECT
-        return ReplicaState.SERVING if self.started else ReplicaState.STARTING
-
-    @property
-    def refuses(self) -> bool:
-        """Whether requests go elsewhere. Where a first load fails, another replica may have started already."""
-        return bool(self.death or self.failed_probes or (self.load_error and not self.started))
-
-    @property
-    def ready(self) -> bool:
-        """Whether a request may start now, if its version is there. Else it waits for the start, or for the engine."""
-        return self.started and not self.asleep and not self.refuses
-
-    def load(self) -> None:
-        """A version was loaded, so loading works."""
-        self.load_error, self._failing_since = "", None
-
-    def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies (`load_patience_s`)."""
-        self.load_error = reason
-        if not curable:
-            return
-        if self._failing_since is None:
-            self._failing_since = now
-        if now - self._failing_since >= self.load_patience_s:
-            self.die(reason)
-
-    def observe(self, progress: int, now: float) -> None:
-        """Note the engine's count of what it computed (`EngineStats.progress`): a new value proves that it works."""
-        if progress != self._progress:
-            self._progress = progress
-            self.pass_probe(now)
-
-    def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can: always while suspect, never while asleep."""
-        silent = self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
-        return silent and not (self.death or self.asleep)
-
-    def pass_probe(self, now: float) -> None:
-        """The engine has generated that token, or works on others."""
-        self.failed_probes, self.last_progress = 0, now
-
-    def fail_probe(self, reason: str) -> None:
-        """The engine neither generated that token within the deadline nor did anything else."""
-        self.failed_probes += 1
-        if self.failed_probes >= self.max_failed_probes:
-            self.die(f"{reason} ({self.failed_probes} times in a row)")
-
-    def die(self, reason: str) -> None:
-        """The replica is dead. Only the first reason is kept."""
-        self.death = self.death or reason
-
-
-# Counts of a replica. Requests only add to plain numbers; a task of the replica sends them to Ray's metrics every few
-# seconds, so that no request waits for a metrics agent.
-
-_MAX_OBSERVATIONS = 10_000  # of a histogram between two reports; the counters hold all
-_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
-HISTOGRAMS = {
-    "queue_seconds": "From a request's arrival to its first forward pass, of whole answers",
-    "time_to_first_token_seconds": "From a streamed request's arrival to its first token",
-    "request_seconds": "From a request's arrival to its answer",
-}
-GAUGES = {  # rates are 0 before anything was looked up
-    "running_samples": "Samples that are being generated",
-    "waiting_samples": "Samples that have not begun",
-    "mean_batch": "Samples per decode step",
-    "image_cache_hit_rate": "Images whose features were cached, since the start",
-    "prefix_cache_hit_rate": "Prompt tokens found in the prefix cache, since the start",
-    "adapter_swap_seconds": "From the adapter's arrival to its being served, the last time",
-    "publish_seconds": "From publication to this replica's acknowledgement, the last time",
-    "adapter_version": "Adapter version that the replica serves",
-    "policy_version": "Newest version that answered, by policy",
-}
-COUNTERS = {
-    "requests_total": "Requests answered",
-    "prompt_tokens_total": "Prompt tokens, image tokens included",
-    "generated_tokens_total": "Sampled tokens",
-    "adapter_swaps_total": "Adapter versions loaded",
-    "replica_starts_total": "Replicas started; more than one per place: they were replaced",
-    "errors_total": "Requests that failed, by kind",
-    "policy_requests_total": "Requests answered, by policy",
-    "policy_prompt_tokens_total": "Prompt tokens, by policy",
-    "policy_generated_tokens_total": "Sampled tokens, by policy",
-}
-
-
-@dataclass(slots=True)
-class ReplicaTally:
-    """Counts of one replica since it started."""
-
-    # By counter, and by the policy or the kind (the error's class) that some are counted for.
-    counts: Counter[tuple[str, str]] = field(default_factory=lambda: Counter({("replica_starts_total", ""): 1}))
-    newest: Counter[str] = field(default_factory=Counter)  # version that has answered, by policy
-    publish_s: float = 0.0
-    observations: dict[str, deque[float]] = field(
-        default_factory=lambda: {name: deque(maxlen=_MAX_OBSERVATIONS) for name in HISTOGRAMS}
-    )
-
-    def answered(self, policy: str, prompt_tokens: int, sampled: int, version: int, **seconds: float | None) -> None:
-        """One request got its answer; `seconds` are observations of the histograms."""
-        self.counts["requests_total", ""] += 1
-        self.counts["policy_requests_total", policy] += 1
-        self.counts["policy_prompt_tokens_total", policy] += prompt_tokens
-        self.counts["policy_generated_tokens_total", policy] += sampled
-        self.newest[policy] = max(self.newest[policy], version)
-        for name, value in seconds.items():
-            if value is not None:
-                self.observations[name].append(value)
-
-    def forget(self, policy: str) -> None:
-        """Drop the counts of a policy that is gone."""
-        del self.newest[policy]
-        for name in [name for name in COUNTERS if name.startswith("policy_")]:
-            del self.counts[name, policy]
-
-    def report(self, stats: EngineStats, version: int, state: str) -> dict[str, Any]:
-        """What readers of the registry see, as plain values."""
-        errors = {kind: count for (name, kind), count in self.counts.items() if name == "errors_total"}
-        return {
-            "state": state,
-            "version": version,
-            "errors": errors,
-            "publish_s": self.publish_s,
-            "engine": asdict(stats),
-        }
-
-
-class RayMetrics:
-    """Sends a replica's counts to `ray.util.metrics`, tagged with run, policy, part, application and replica."""
-
-    def __init__(self, run: str, app: str, replica_id: str) -> None:
-        tags = {"run": run, "policy": "policy", "part": "serving", "app": app, "replica": replica_id}
-
-        def make(kind: Any, names: dict[str, str], *more: Any) -> dict[str, Any]:
-            made = {}
-            for name, text in names.items():
-                keys = (*tags, "kind") if name == "errors_total" else (*tags,)
-                made[name] = kind(f"rl_vlm_{name}", text, *more, tag_keys=keys)
-                made[name].set_default_tags(tags)  # a policy's own metrics replace the tag `policy`
-            return made
-
-        self._counters, self._gauges = make(metrics.Counter, COUNTERS), make(metrics.Gauge, GAUGES)
-        self._histograms = make(metrics.Histogram, HISTOGRAMS, _BUCKETS)
-        self._sent: Counter[tuple[str, str]] = Counter()
-
-    def send(self, tally: ReplicaTally, stats: EngineStats, version: int) -> None:
-        """Report what has changed since the last call."""
-        looked_up = stats.image_cache_hits + stats.image_cache_misses
-        gauges = {
-            "running_samples": stats.running,
-            "waiting_samples": stats.waiting,
-            "mean_batch": stats.mean_batch,
-            "image_cache_hit_rate": stats.image_cache_hits / max(looked_up, 1),
-            "prefix_cache_hit_rate": stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
-            "adapter_swap_seconds": stats.last_swap_s,
-            "publish_seconds": tally.publish_s,
-            "adapter_version": version,
-        }
-        for name, value in gauges.items():
-            self._gauges[name].set(value)
-        for policy, newest in tally.newest.items():
-            self._gauges["policy_version"].set(newest, tags={"policy": policy})
-        counts = tally.counts.copy()
-        for name in ("prompt_tokens", "generated_tokens", "adapter_swaps"):
-            counts[f"{name}_total", ""] = getattr(stats, name)
-        for (name, of), total in counts.items():
-            if (more := total - self._sent[name, of]) > 0:
-                self._counters[name].inc(more, tags={"kind" if name == "errors_total" else "policy": of} if of else {})
-        self._sent = counts
-        for name, values in tally.observations.items():
-            while values:
-                self._histograms[name].observe(values.popleft())
-
 
 logger = logging.getLogger("ray.serve")
 
@@ -265,7 +56,7 @@ class Follower:
 
     replica_id: str  # by which the registry knows this replica
     engine: Engine
-    life: Lifecycle  # is told when the replica starts, sleeps, or fails to load a version
+    life: Lifecycle  # learns when the replica starts, sleeps, or fails to load a version
     tally: ReplicaTally  # its report goes to the registry; the seconds of the last publication come back into it
     _: KW_ONLY
     find_registry: Callable[[], Any]  # the registry's actor handle; ValueError when there is none of its name

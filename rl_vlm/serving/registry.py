@@ -1,4 +1,4 @@
-"""Registry: the actor that knows the newest version of every policy of a service and tells every replica.
+"""VersionRegistry: the actor that knows the newest version of every policy of a service and tells every replica.
 
 Replicas keep one call open each (`watch`); a publication answers all of them at once. A replica that starts late,
 restarts or misses a call asks again and gets the newest versions. An acknowledgement carries the hash of what the
@@ -104,7 +104,7 @@ class Tenant:
     reports: dict[int, PublishReport] = field(default_factory=dict)  # by version, in order
 
 
-class Registry:
+class VersionRegistry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
     def __init__(self, lease_s: float = math.inf) -> None:
@@ -285,7 +285,7 @@ def registry_name(run_id: str) -> str:
 
 
 def start_registry(
-    run_id: str, namespace: str, kind: type[Registry] = Registry, *arguments: Any, shared: bool = False
+    run_id: str, namespace: str, kind: type[VersionRegistry] = VersionRegistry, *arguments: Any, shared: bool = False
 ) -> ray.actor.ActorHandle:
     """Start the registry of a service on the caller's node; it restarts when it dies. That of a run's own service ends
     with the run and the node; of a `shared` one, the one that is there is taken."""

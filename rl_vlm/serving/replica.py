@@ -26,18 +26,15 @@ from rl_vlm.models.memory.needs import max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.numerics import in_batches
+from rl_vlm.serving.counters import ReplicaTally
 from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
-from rl_vlm.serving.follower import (
-    Follower,
-    Lifecycle,
-    NotLoadedError,
-    RayMetrics,
-    ReplicaState,
-    ReplicaTally,
-)
+from rl_vlm.serving.follower import Follower, NotLoadedError
+from rl_vlm.serving.health import Lifecycle, ReplicaState
+from rl_vlm.serving.ray_metrics import RayMetrics
 from rl_vlm.serving.registry import app_name, registry_name
 from rl_vlm.tracing import finished
 from rl_vlm.types import (
+    POLICY,
     Completion,
     EncodedImage,
     GenerationRequest,
@@ -47,6 +44,13 @@ from rl_vlm.types import (
     SamplingParams,
 )
 from rl_vlm.waiting import all_or_none
+
+logger = logging.getLogger("ray.serve")
+
+_EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
+_STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
+_QUEUE_TOKENS = 262_144  # prompt and new tokens of the samples that a shared replica works on at once, of all runs
+_REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
 def keep_to_loopback() -> None:
@@ -59,14 +63,6 @@ def keep_to_loopback() -> None:
     if ray.is_initialized() and ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
         listen = replica.add_port_to_grpc_server
         replica.add_port_to_grpc_server = lambda server, address: listen(server, address.replace("[::]", "127.0.0.1"))
-
-
-logger = logging.getLogger("ray.serve")
-
-_EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
-_STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
-_QUEUE_TOKENS = 262_144  # prompt and new tokens of the samples that a shared replica works on at once, of all runs
-_REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
 class ReplicaUnavailableError(RLVLMError):
@@ -127,7 +123,9 @@ class VLMServer:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(config.serving.probe_after_s, load_patience_s=config.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._metrics = RayMetrics(config.name, app_name(run_id), self.replica_id)
+        self._metrics = RayMetrics(
+            run=config.name, policy=POLICY, part="serving", app=app_name(run_id), replica=self.replica_id
+        )
         text = load_text_side(folder, config.model.pixels)
         self._count_image_tokens = text.images.count_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
@@ -167,7 +165,7 @@ class VLMServer:
         while True:
             await asyncio.sleep(_REPORT_S)
             try:
-                self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
+                self._tally.send(self._metrics, self._engine.stats(), self._engine.version)
             except Exception as error:  # a replica goes on without metrics
                 logger.warning("replica %s cannot report its metrics: %r", self.replica_id, error)
 

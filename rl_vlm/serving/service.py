@@ -37,11 +37,11 @@ from rl_vlm.serving.deploy import (
     build_app,
     delete_application,
     deploy,
-    find_or_start,
     start_serve,
     wait_for_replicas,
 )
 from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
+from rl_vlm.serving.shared import find_or_start
 from rl_vlm.types import UserInputError
 from rl_vlm.waiting import retried
 

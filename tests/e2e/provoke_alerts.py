@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.monitoring.ray_metrics import RayMetrics
+from rl_vlm.monitoring.ray_metrics import RunMetrics
 
 ITERATIONS_S = 0.5
 
@@ -22,7 +22,7 @@ def main() -> None:
     (folder / "ballast").write_bytes(b"x" * (1000 << 10))  # of a disk of 1 MiB
     ray.init(address="auto", namespace="rl_vlm", log_to_driver=False)
     run = PolicyConfig.model_validate({"name": "goes-wrong", "rollout": {"max_policy_lag": 2}})
-    figures = RayMetrics(run, folder, total=1000)
+    figures = RunMetrics(run, folder, total=1000)
     for iteration in range(1, 61):
         late = max(iteration - 20, 0)
         figures.add(

@@ -22,7 +22,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 # Process titles of the actors that a run consists of; RLlib wraps its learners.
 REPLICA, ENV_RUNNER = "ray::ServeReplica", "ray::VLMEnvRunner"
-REGISTRY, LEARNER = "ray::Registry", "ray::_WrappedExecutable"
+REGISTRY, LEARNER = "ray::VersionRegistry", "ray::_WrappedExecutable"
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from http_support import wait_until
 from prometheus_client.samples import Sample
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RayMetrics
+from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RunMetrics
 from rl_vlm.monitoring.top import parse
 from rl_vlm.runs.ray_session import PrivateNode, ray_cluster
 from rl_vlm.runs.surroundings import is_loopback
@@ -122,7 +122,7 @@ def value(samples: list[Sample], metric: str, **labels: str) -> float | None:
 
 
 def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: Path) -> None:
-    figures = RayMetrics(cluster, tmp_path, total=50)
+    figures = RunMetrics(cluster, tmp_path, total=50)
     for iteration in range(1, 8):
         figures.add(
             iteration,
@@ -161,7 +161,7 @@ def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: 
 
 
 def test_no_run_floods_the_agent(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    figures = RayMetrics(cluster, tmp_path, total=1)
+    figures = RunMetrics(cluster, tmp_path, total=1)
     for iteration in range(3):
         figures.add(iteration, {f"curriculum/value/{k}": float(k) for k in range(MAX_SERIES + 50)})
     until(lambda found: MAX_SERIES - 20 < sum(s.name == "ray_rl_vlm_curriculum" for s in found) <= MAX_SERIES)

@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 
 from rl_vlm.http.app import ServeBackend
 from rl_vlm.serving.adapters import ServedAdapters
-from rl_vlm.serving.registry import Registry
+from rl_vlm.serving.registry import VersionRegistry
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LIMITS: dict[str, Any] = {"max_adapters": 2, "max_adapter_mib": 4.0}
 
 
-class Willing(Registry):
+class Willing(VersionRegistry):
     async def report(self, *_: Any) -> Any:
         return SimpleNamespace(acked={"r": 0.1})
 

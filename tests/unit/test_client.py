@@ -22,10 +22,11 @@ from rl_vlm.config import AutoscalingSection, ServingSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.http import app as module
 from rl_vlm.http.app import ServeBackend
-from rl_vlm.serving.client import AffinityRouter, GenerationFailedError, PolicyClient, home_session, homes
-from rl_vlm.serving.follower import ReplicaState
+from rl_vlm.serving.client import GenerationFailedError, PolicyClient
+from rl_vlm.serving.health import ReplicaState
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.replica import ReplicaUnavailableError
+from rl_vlm.serving.router import AffinityRouter, home_session, homes
 from rl_vlm.types import Completion, GenerationRequest, SamplingParams
 
 FOREVER = object()

@@ -22,8 +22,10 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import Follower, Lifecycle, ReplicaState, ReplicaTally
-from rl_vlm.serving.registry import Changes, Published, PublishError, Registry
+from rl_vlm.serving.counters import ReplicaTally
+from rl_vlm.serving.follower import Follower
+from rl_vlm.serving.health import Lifecycle, ReplicaState
+from rl_vlm.serving.registry import Changes, Published, PublishError, VersionRegistry
 from rl_vlm.types import POLICY, UserInputError
 
 
@@ -32,7 +34,7 @@ class Setting:
 
     def __init__(self, engine: TransformersEngine, *failures: Exception) -> None:
         self.engine, self.failures = engine, list(failures)
-        self.registry = Registry()
+        self.registry = VersionRegistry()
         self.life = Lifecycle(probe_after_s=10.0, load_patience_s=20.0)
         self.tally = ReplicaTally()
         self.lookups = 0
@@ -240,7 +242,7 @@ async def test_a_restarted_registry_knows_nobody_until_its_tenant_joins_with_the
     await publish(before, 1)
     seen = await before.watch("replica", None)
     assert isinstance(seen, Changes) and await before.watch("replica", seen.revision) is None
-    after = Registry()
+    after = VersionRegistry()
     found = await after.watch("replica", seen.revision)
     assert found is not None and not found.newest and not found.left and found.present is None
     published = Published(1, "hash 1", arrived(AdapterPayload(1, b"", "{}", "hash 1")))

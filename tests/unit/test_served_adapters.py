@@ -18,11 +18,11 @@ from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving.adapters import ServedAdapters, check_servable
 from rl_vlm.serving.client import GenerationFailedError
 from rl_vlm.serving.deploy import ServingError
-from rl_vlm.serving.registry import Registry
+from rl_vlm.serving.registry import VersionRegistry
 from rl_vlm.types import GenerationRequest, SamplingParams, UserInputError
 
 
-class Willing(Registry):
+class Willing(VersionRegistry):
     """A registry whose replicas load everything at once, or nothing."""
 
     loads = True
@@ -39,7 +39,7 @@ def folders(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path
 
 
-def served(registry: Registry, model: Path, root: Path, **changes: Any) -> ServedAdapters:
+def served(registry: VersionRegistry, model: Path, root: Path, **changes: Any) -> ServedAdapters:
     return ServedAdapters(Direct(registry), run_config(model, http__adapter_root=str(root), **changes), model)
 
 
@@ -74,7 +74,7 @@ async def test_a_registry_that_was_restarted_gets_everything_again(folders: Path
     await adapters.load("x", "a2")
     before = await versions(adapters)
     assert before == {"policy": (7, ""), "x": (1, "a2")}
-    adapters._registry = Direct(registry := Registry())
+    adapters._registry = Direct(registry := VersionRegistry())
     await registry.join("policy")  # its tenant was faster, and has not brought the version yet
     assert await versions(adapters) == before
 
@@ -91,7 +91,7 @@ async def test_an_adapter_that_no_replica_loads_is_forgotten(folders: Path, tiny
 
 @in_loop
 async def test_names_that_left_are_told_but_not_for_ever() -> None:
-    registry = Registry()
+    registry = VersionRegistry()
     await registry.join("stays")
     for number in range(1500):
         await registry.join(f"p{number}")

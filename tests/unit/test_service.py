@@ -21,8 +21,9 @@ from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve_app import HTTPIngress, build
 from rl_vlm.serving import deploy
 from rl_vlm.serving import service as module
-from rl_vlm.serving.deploy import ServingError, deploy_shared, mismatch
+from rl_vlm.serving.deploy import ServingError, deploy_shared
 from rl_vlm.serving.service import PolicyService
+from rl_vlm.serving.shared import mismatch
 from rl_vlm.types import UserInputError
 
 PAYLOAD = AdapterPayload(3, b"weights", "{}", "hash")

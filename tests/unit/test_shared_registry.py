@@ -26,10 +26,12 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.serving import deploy, registry
-from rl_vlm.serving.deploy import SharedRegistry
-from rl_vlm.serving.follower import Follower, Lifecycle, NotLoadedError, ReplicaTally
+from rl_vlm.serving import registry, shared
+from rl_vlm.serving.counters import ReplicaTally
+from rl_vlm.serving.follower import Follower, NotLoadedError
+from rl_vlm.serving.health import Lifecycle
 from rl_vlm.serving.registry import Published
+from rl_vlm.serving.shared import SharedRegistry
 from rl_vlm.types import UserInputError
 
 
@@ -85,7 +87,7 @@ class World:
         self.kept: list[bool] = []  # for each deployment, whether an application that was there was kept
         self.restarted = False  # the actor, by Ray
         self.gone: list[str] = []
-        for module in (registry, deploy):  # put back by the fixture
+        for module in (registry, shared):  # put back by the fixture
             module.time = SimpleNamespace(monotonic=self.now)  # type: ignore[attr-defined]
         self.registry = self._registry()
         self.replicas: list[Replica] = []
@@ -139,23 +141,23 @@ def world(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     @asynccontextmanager
     async def make(replicas: int = 2, **dotted: Any) -> AsyncIterator[World]:
         run = run_config(tiny_folder, serving__shared="test", **dotted)
-        for module in (registry, deploy):
+        for module in (registry, shared):
             monkeypatch.setattr(module, "time", time)
         found = World(run, tiny_folder)
-        monkeypatch.setattr(deploy, "deploy_shared", lambda m, r, run_id, keep: found.kept.append(keep))
-        monkeypatch.setattr(deploy, "_was_restarted", lambda: found.restarted)
-        monkeypatch.setattr(deploy, "delete_application", found.gone.append)
+        monkeypatch.setattr(shared, "deploy_shared", lambda m, r, run_id, keep: found.kept.append(keep))
+        monkeypatch.setattr(shared, "_was_restarted", lambda: found.restarted)
+        monkeypatch.setattr(shared, "delete_application", found.gone.append)
         context = SimpleNamespace(current_actor="itself")
         ended = SimpleNamespace(
             kill=lambda actor, no_restart: found.gone.append(actor), get_runtime_context=lambda: context
         )
-        monkeypatch.setattr(deploy, "ray", ended)
+        monkeypatch.setattr(shared, "ray", ended)
         for name, seconds in {
             "_TICK_S": 0.01,
             "_LINGER_S": 0.05,
             "_TELL_S": 0.05,
         }.items():
-            monkeypatch.setattr(deploy, name, seconds)
+            monkeypatch.setattr(shared, name, seconds)
         monkeypatch.setattr(registry, "POLL_S", 0.2)
         for _ in range(replicas):
             found.add_replica()
@@ -331,7 +333,7 @@ async def test_a_restarted_registry_does_not_end_the_service_where_deploying_fai
                 raise failures.pop()
             here.kept.append(keep)
 
-        monkeypatch.setattr(deploy, "deploy_shared", failing_once)
+        monkeypatch.setattr(shared, "deploy_shared", failing_once)
         await until(lambda: here.kept == [False, True])
         assert not failures and not here.gone and not here.registry._closing
 
@@ -385,7 +387,7 @@ async def test_a_registry_that_was_stopped_blames_nobody_for_its_own_silence(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(replicas=0) as place:
-        monkeypatch.setattr(deploy, "_STALL_S", 0.2)
+        monkeypatch.setattr(shared, "_STALL_S", 0.2)
         place.registry._lease_s = 1.0
         await place.join("a")
         await asyncio.sleep(0.05)

@@ -22,8 +22,10 @@ from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.memory import describe
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import Follower, Lifecycle, ReplicaTally
-from rl_vlm.serving.registry import Registry
+from rl_vlm.serving.counters import ReplicaTally
+from rl_vlm.serving.follower import Follower
+from rl_vlm.serving.health import Lifecycle
+from rl_vlm.serving.registry import VersionRegistry
 from rl_vlm.types import POLICY, UserInputError
 
 TABLES = table("settings")
@@ -56,7 +58,7 @@ class Engine:
 class Replica:
     """A follower at work."""
 
-    def __init__(self, registry: Registry, name: str, *failures: Exception) -> None:
+    def __init__(self, registry: VersionRegistry, name: str, *failures: Exception) -> None:
         self.engine, self.life = Engine(*failures), Lifecycle(probe_after_s=10.0)
         self.follower = Follower(
             name,
@@ -74,7 +76,7 @@ class Replica:
 
 @in_loop
 async def test_replicas_rest_until_the_next_version() -> None:
-    async def turn(registry: Registry, replicas: list[Replica], version: int) -> None:
+    async def turn(registry: VersionRegistry, replicas: list[Replica], version: int) -> None:
         assert await registry.let_sleep(True, 10.0) == []
         for one in replicas:
             assert one.life.asleep and not one.life.ready and not one.life.refuses

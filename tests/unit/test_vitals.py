@@ -16,9 +16,10 @@ from tables import table
 from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring import ray_metrics
 from rl_vlm.monitoring.display import Trend
-from rl_vlm.monitoring.ray_metrics import FAMILIES, OWN, PREFIX, RayMetrics, series_of
+from rl_vlm.monitoring.ray_metrics import FAMILIES, OWN, RunMetrics, series_of
 from rl_vlm.runs.policy import NotFiniteError, SkippedSteps, blind, equal_rewards
-from rl_vlm.serving import follower as serving
+from rl_vlm.serving import counters as serving
+from rl_vlm.serving.ray_metrics import PREFIX
 
 TABLES = table("vitals")
 
@@ -42,7 +43,7 @@ def test_the_best_value_is_a_smoothed_one_and_comes_after_the_start() -> None:
 @pytest.mark.parametrize(("figure", "part", "metric", "name", "found_part"), TABLES["where_a_metric_goes"])
 def test_where_a_metric_goes(figure: str, part: str, metric: str, name: str, found_part: str) -> None:
     found = series_of(figure, part)
-    assert (found.metric, found.name, found.part) == (metric, name, found_part)
+    assert (PREFIX + found.metric, found.name, found.part) == (metric, name, found_part)
 
 
 OWN_METRICS = {f"{PREFIX}{first}_{rest}" for first, names in OWN.items() for rest in names.split()}
@@ -54,7 +55,7 @@ def test_every_figure_that_the_code_names_has_a_metric_of_a_bounded_list() -> No
     firsts = [*(name for name in FAMILIES if name != "metric")]
     figures = set(re.findall(rf'"((?:{"|".join(firsts)})/[a-z_]+)"', source))
     assert len(figures) > 80
-    assert {series_of(figure).metric for figure in figures} <= OWN_METRICS | FAMILY_METRICS
+    assert {PREFIX + series_of(figure).metric for figure in figures} <= OWN_METRICS | FAMILY_METRICS
     # Those of the learner's statistics have metrics of their own.
     assert all(
         not series_of(figure).name
@@ -82,7 +83,7 @@ QUERIES = {
 @pytest.fixture
 def known(shown: dict[str, float], tmp_path: Path) -> set[str]:
     """The names of all series as Prometheus sees them."""
-    figures = RayMetrics(PolicyConfig(), tmp_path, 10)
+    figures = RunMetrics(PolicyConfig(), tmp_path, 10)
     for iteration in range(6):
         figures.add(iteration, {"reward/mean": 0.5, "mismatch/kl": 1e-3})
     figures.close()
@@ -139,6 +140,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         def set(self, value: float, tags: Any) -> None:
             values[self._name] = value
 
+        def set_default_tags(self, tags: Any) -> None:
+            pass
+
     monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
     return values
 
@@ -150,7 +154,7 @@ def test_a_clock_that_is_set_does_not_change_what_an_iteration_took(
     clock = Clock()
     time = SimpleNamespace(time=lambda: clock.wall, monotonic=lambda: clock.forward)
     monkeypatch.setattr(ray_metrics, "time", time)
-    figures = RayMetrics(PolicyConfig(), tmp_path, 10)
+    figures = RunMetrics(PolicyConfig(), tmp_path, 10)
     for iteration, jump in ((1, 0.0), (2, 3600.0), (3, -7200.0)):
         clock.advance(2.0)
         clock.wall += jump
