@@ -1,6 +1,5 @@
 """YAML, paths, wires and environments that were made to harm."""
 
-import os
 import struct
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_corpus import encoded
 
-from rl_vlm import child as children
 from rl_vlm import frames
 from rl_vlm.cli.output import ErrorReport
 from rl_vlm.config.loading import _Dumper, load_config, load_yaml
@@ -214,16 +212,3 @@ def test_frames_of_every_kind_of_nonsense(tmp_path):
     ):
         with pytest.raises(frames.FrameError):
             frames.unpack_frame(head)
-
-
-def test_only_marked_processes_are_found():
-    mark = f"RL_VLM_ENV_TEST_{os.getpid()}"
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, mark: "1"})
-    try:
-        wait_for(lambda: children.marked(mark) == {child.pid})
-        children.kill_marked(mark)
-        assert child.wait(60) == -9
-    finally:
-        child.kill()
-        child.wait()
-    assert not children.marked("RL_VLM_ENV_NOBODY")
