@@ -116,7 +116,7 @@ def serve(
     processes: Annotated[bool, typer.Option("--processes", help="Each in a process, which can be killed.")] = False,
 ) -> None:
     """Serve an environment over HTTP, for training on other machines."""
-    from rl_vlm.runs.lifecycle import leaving_on_signals
+    from rl_vlm.runs.signals import leaving_on_signals
 
     with leaving_on_signals():  # importing takes seconds
         from rl_vlm.http.env_server import serve_environment

@@ -195,7 +195,7 @@ def serve(
     if model is not None and "=" in model and not Path(model).exists():
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH
-    from rl_vlm.runs.lifecycle import leaving_on_signals
+    from rl_vlm.runs.signals import leaving_on_signals
 
     with leaving_on_signals():  # importing takes seconds
         from rl_vlm.runs import serve as launch

@@ -86,7 +86,7 @@ def drain(
     Containers call it before they are stopped: the head's as it is; a worker's with --actors, because a run needs its
     learners to save. Exit code 1: some did not end in time.
     """
-    from rl_vlm.runs.lifecycle import drain_runs, wait_for_actors
+    from rl_vlm.runs.drain import drain_runs, wait_for_actors
 
     left = wait_for_actors(timeout) if actors else drain_runs(timeout)
     if left:

@@ -1,155 +1,25 @@
-"""The base of training runs: handles signals, always writes a result, and always stops the algorithm."""
+"""The base of training runs: heeds signals and callbacks, saves checkpoints, and always writes a result."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import Any
 
 from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.config.loading import changes_since
-from rl_vlm.files import clean_leftovers, open_own
-from rl_vlm.imports import import_meanwhile, imports_done
+from rl_vlm.files import clean_leftovers
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.monitoring.callbacks import StopTraining, load_callbacks
 from rl_vlm.monitoring.display import POLICY_ROWS, ProgressDisplay, Rows
 from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.runs.signals import InterruptedRun, StopRequest
 from rl_vlm.types import RLVLMError, UserInputError
-
-if TYPE_CHECKING:
-    from rl_vlm.algorithms.base import RunAlgorithm
-
-
-@contextmanager
-def leaving_on_signals() -> Iterator[None]:
-    """Inside, a signal is reported on stderr and raises SystemExit with its exit code, 130 or 143."""
-    caught: list[int] = []
-
-    def leave(number: int, _: FrameType | None) -> None:
-        caught.append(number)
-        print(f"Interrupted by {signal.Signals(number).name}: ending what was started.", file=sys.stderr, flush=True)
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except BaseException:
-        if caught:  # Ray turns any exit code that it meets in a call of its own into 1, and what is half started fails
-            raise SystemExit(128 + caught[0]) from None
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-# `rl-vlm cluster drain`: runs save their checkpoints before the containers of driver and actors are stopped.
-
-_ACTOR = "ray::"  # how the title of a Ray worker's process begins
-_IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
-_PAUSE_S = 0.5
-# Names of a run's process (15 characters at most): arguments do not show that a script is a run, and a second SIGTERM
-# would end one that saves its checkpoint already.
-RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
-
-
-def call_this_process(name: str) -> None:
-    """Name this process, where the system has such names."""
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
-
-
-def is_actor(arguments: Sequence[str]) -> bool:
-    title = arguments[0] if arguments else ""
-    return title.startswith(_ACTOR) and not title.removeprefix(_ACTOR).startswith(_IDLE)
-
-
-def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs (`within`: those below this process), and wait. Returns the ids that remain."""
-    runs = {process: found["name"] for process, found in _mine(within) if found["name"] in (RUNNING, STOPPING)}
-    for process, name in runs.items():
-        if name == RUNNING:
-            with suppress(psutil.NoSuchProcess):
-                process.terminate()
-    _, left = psutil.wait_procs(list(runs), timeout=timeout_s)
-    return [process.pid for process in left]
-
-
-def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
-    """Wait until no actor works on this machine; actors end with their run. Returns the ids that remain."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = [process.pid for process, found in _mine(within) if is_actor(found["cmdline"] or ())]
-        if not left or time.monotonic() >= deadline:
-            return left
-        time.sleep(_PAUSE_S)
-
-
-def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
-    processes = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            found = process.as_dict(["name", "uids", "cmdline"])
-            if found["uids"] is not None and found["uids"].effective == os.geteuid():
-                yield process, found
-
-
-class InterruptedRun(RLVLMError):
-    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds.
-
-    Do: go on with `--resume`.
-    """
-
-    def __init__(self, number: int, what_now: str) -> None:
-        super().__init__(f"Interrupted by {signal.Signals(number).name}; {what_now}.")
-        self.exit_code = 128 + number
-
-
-class StopRequest:
-    """Remembers the first SIGINT or SIGTERM and calls `tell`; a second one, or any while starting, raises
-    KeyboardInterrupt."""
-
-    def __init__(
-        self,
-        tell: Callable[[], None] = lambda: None,
-        sentence: str = "Stopping: saving a checkpoint first. Once more to stop at once.",
-    ) -> None:
-        self.signal: int | None = None
-        self._tell, self._sentence = tell, sentence
-        self.starting = True
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    @contextmanager
-    def installed(self, announce: Callable[[str], None]) -> Iterator[None]:
-        def handle(number: int, _: FrameType | None) -> None:
-            call_this_process(STOPPING)
-            second, self.signal = self.signal is not None, number
-            if second or self.starting:
-                raise KeyboardInterrupt
-            announce(self._sentence)
-            self._tell()
-
-        named = psutil.Process().name()
-        call_this_process(RUNNING)
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            call_this_process(named)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
 
 # What a resumed run may not change, each with a point at its end.
 _FIXED = (
@@ -196,14 +66,14 @@ class BaseRun(ABC):
         """Other settings than before, as a sentence. Raises UserInputError for those that change what is learned."""
         saved = self.folder / "config.yaml"
         changes = changes_since(saved, self.config) if saved.is_file() else {}
-        told = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
-        fixed = [text for key, text in told.items() if f"{key}.".startswith(_FIXED)]
+        sentences = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
+        fixed = [text for key, text in sentences.items() if f"{key}.".startswith(_FIXED)]
         if fixed:
             raise UserInputError(
                 f"The run in {self.folder} cannot go on with other settings ({', '.join(fixed)}): repeat the overrides "
                 f"that it began with, give {self.folder} in place of the configuration, or choose another --run-dir."
             )
-        return f"Going on with other settings: {', '.join(told.values())}." if told else ""
+        return f"Going on with other settings: {', '.join(sentences.values())}." if sentences else ""
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         def draw(folder: Path) -> None:
@@ -222,7 +92,7 @@ class BaseRun(ABC):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Inside, everything has started; at the end `result` is written. Raises InterruptedRun and RLVLMError."""
-        status, error, refused = "failed", "", False
+        status, error, rejected = "failed", "", False
         try:
             with self.display, self.stop.installed(self.display.message):
                 try:
@@ -235,22 +105,22 @@ class BaseRun(ABC):
                 except Exception as failure:
                     error = str(failure) if isinstance(failure, RLVLMError) else f"{type(failure).__name__}: {failure}"
                     # A resume with a configuration that does not fit leaves the folder as it was.
-                    refused = self._resumes and self.stop.starting and isinstance(failure, UserInputError)
+                    rejected = self._resumes and self.stop.starting and isinstance(failure, UserInputError)
                     raise
                 finally:
                     self.result = self._result(status) | self._outcome()
                     self.result["write_errors"] = self.write_errors + self.recorder.write_errors
                     if error:
                         self.result["error"] = error
-                    if not refused:
+                    if not rejected:
                         self.recorder.finish(self.result)
-                        self._tell("on_end", self.result)
+                        self._notify_callbacks("on_end", self.result)
         finally:
             self.recorder.close()
         if status == "interrupted":
             raise InterruptedRun(self.stop.signal or signal.SIGINT, self._what_now())
 
-    def _tell(self, event: str, *given: Any) -> None:
+    def _notify_callbacks(self, event: str, *given: Any) -> None:
         """Call a method of all callbacks."""
         for callback in self.callbacks:
             try:
@@ -291,7 +161,7 @@ class BaseRun(ABC):
             with self._writing("a checkpoint"):
                 self._save(position)
                 self.saved_at = position
-                self._tell("on_checkpoint", position)
+                self._notify_callbacks("on_checkpoint", position)
 
     def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
         try:
@@ -354,90 +224,3 @@ class BaseRun(ABC):
             "reward_before": sum(rewards[:window]) / window if len(rewards) > 1 else None,
             "reward_after": sum(rewards[-window:]) / window if rewards else None,
         }
-
-
-class RunLifecycle(BaseRun):
-    """A run on Ray, with an algorithm of RLlib."""
-
-    config: TrainConfig
-    algorithm: Any = None
-
-    @staticmethod
-    @abstractmethod
-    def algorithm_class(config: Any) -> type[RunAlgorithm]:
-        """The RLlib algorithm, which takes seconds to import."""
-
-    @contextmanager
-    def _services(self) -> Iterator[None]:
-        serves = self.config.serves
-        import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
-        from rl_vlm.runs.ray_session import ray_cluster
-        from rl_vlm.serving.service import started_service
-
-        replicas = " the replicas and" if serves else ""
-        self.display.message(f"Starting Ray,{replicas} the learner for {self.config.env.title} ...")
-        with (
-            ray_cluster(self.config),
-            self._ray_metrics(),
-            started_service(self.config) if serves else nullcontext() as service,
-        ):
-            imports_done()
-            config = self.algorithm_class(self.config).from_run_config(self.config, self.folder, service)
-            try:
-                with stderr_to(self.folder / "startup.log"):
-                    self.algorithm = config.build_algo()
-                self.algorithm.stop_requested = lambda: bool(self.stop)
-                if self.start_from is not None:
-                    self.algorithm.load_checkpoint(str(self.start_from))
-                    self.display.message(f"Resumed from {self._unit} {self._position()}.")
-                self._started()
-                yield
-            finally:
-                if self.algorithm is not None:
-                    self.algorithm.stop()
-
-    def _position(self) -> int:
-        return self.algorithm.progress()[0] if self.algorithm is not None else self.start
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.algorithm.save_checkpoint(str(folder))
-
-    @contextmanager
-    def _ray_metrics(self) -> Iterator[None]:
-        from rl_vlm.runs.surroundings import joins_cluster
-
-        wanted = self.config.logging.ray_metrics
-        if not (joins_cluster() if wanted is None else wanted):
-            yield
-            return
-        from rl_vlm.monitoring.ray_metrics import RunMetrics
-
-        self.recorder.ray = metrics = RunMetrics(self.config, self.folder, self.total)
-        metrics.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
-        try:
-            yield
-        finally:
-            metrics.close()
-
-    def checkpoint(self) -> None:
-        from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
-
-        try:
-            super().checkpoint()
-        except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
-            self.display.message(f"No checkpoint at {self._unit} {self._position()}. {error}")
-
-
-@contextmanager
-def stderr_to(path: Path) -> Iterator[None]:
-    """Redirect stderr to a file: Ray and RLlib write messages about internals while they start."""
-    with open_own(path) as file:
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)

@@ -25,8 +25,8 @@ from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import episode_line
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.rollout.scoring import try_functions, try_parts
-from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
+from rl_vlm.runs.ray_run import RayRun
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _open_changed(
         env.reset(seed=0, options={"index": 0, "split": split})
 
 
-class PolicyRun(RunLifecycle):
+class PolicyRun(RayRun):
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
@@ -329,7 +329,7 @@ class PolicyRun(RunLifecycle):
                 self.display.line(episode_line(shown[iteration % len(shown)]))
         if iteration % config.logging.checkpoint_every == 0:
             self.checkpoint()
-        self._tell("on_iteration", iteration, metrics)
+        self._notify_callbacks("on_iteration", iteration, metrics)
         last = iteration >= config.algorithm.iterations or self.stopped_by
         if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
             self.evaluate()
@@ -354,7 +354,7 @@ class PolicyRun(RunLifecycle):
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)
-        self._tell("on_evaluation", self.algorithm.updates, results)
+        self._notify_callbacks("on_evaluation", self.algorithm.updates, results)
         return results
 
     def _save(self, position: int) -> Path:

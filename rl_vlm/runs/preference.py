@@ -32,8 +32,8 @@ from rl_vlm.preference.collector import (
     evaluation_seeds,
     make_run_env,
 )
-from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
+from rl_vlm.runs.ray_run import RayRun
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     return summary
 
 
-class PreferenceRun(RunLifecycle):
+class PreferenceRun(RayRun):
     """A preference run. `iteration` of the recorded files counts environment steps."""
 
     config: PreferenceConfig
@@ -141,7 +141,7 @@ class PreferenceRun(RunLifecycle):
             self.recorder.log_iteration(step, algorithm.last_metrics)
             self.recorder.log_spans(step, algorithm.last_spans)
             self.display.update(step, algorithm.last_metrics)
-            self._tell("on_iteration", step, algorithm.last_metrics)
+            self._notify_callbacks("on_iteration", step, algorithm.last_metrics)
             # `checkpoint_every` counts rows of metrics, as everywhere.
             if _crosses_multiple(before, step, every * settings.steps_per_iteration):
                 self.checkpoint()
@@ -166,7 +166,7 @@ class PreferenceRun(RunLifecycle):
         self.recorder.log_evaluation(algorithm.env_steps, metrics)
         self.display.evaluation(algorithm.env_steps, metrics)
         self._save_videos(results)
-        self._tell("on_evaluation", algorithm.env_steps, metrics)
+        self._notify_callbacks("on_evaluation", algorithm.env_steps, metrics)
 
     def _save_videos(self, results: list[EpisodeResult]) -> None:
         folder = (self.artifacts or self.folder) / "videos"

@@ -147,7 +147,7 @@ class SFTRun(BaseRun):
             metrics["sft/grad_norm"] = grad_norm
         self.recorder.log_iteration(self.done, metrics)
         self.display.update(self.done, metrics)
-        self._tell("on_iteration", self.done, metrics)
+        self._notify_callbacks("on_iteration", self.done, metrics)
 
     def _evaluate(self) -> None:
         held_out = self.data.held_out
@@ -165,7 +165,7 @@ class SFTRun(BaseRun):
         results["seconds"] = time.perf_counter() - begun
         self.recorder.log_evaluation(self.done, results)
         self.display.evaluation(self.done, results)
-        self._tell("on_evaluation", self.done, results)
+        self._notify_callbacks("on_evaluation", self.done, results)
 
     def _answers(self, held_out: Measured) -> dict[str, float]:
         """How many last turns are written greedily word for word."""

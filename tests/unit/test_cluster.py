@@ -22,8 +22,9 @@ from rl_vlm.cli.output import log_to_stderr
 from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs import ray_session
-from rl_vlm.runs.lifecycle import StopRequest, drain_runs, is_actor, wait_for_actors
+from rl_vlm.runs.drain import drain_runs, is_actor, wait_for_actors
 from rl_vlm.runs.ray_session import check_resources, ray_cluster
+from rl_vlm.runs.signals import StopRequest
 from rl_vlm.serving.deploy import build_app
 from rl_vlm.types import UserInputError
 
@@ -227,12 +228,12 @@ def test_a_worker_waits_for_its_actors_and_not_for_ever() -> None:
 
 SCRIPT = """
 import pathlib, signal, sys, time
-from rl_vlm.runs.lifecycle import RUNNING, STOPPING, call_this_process
+from rl_vlm.runs.signals import RUNNING, STOPPING, name_this_process
 told = []
 def stop(*_):
     told.append(1)
-    call_this_process(STOPPING)
-call_this_process(RUNNING)
+    name_this_process(STOPPING)
+name_this_process(RUNNING)
 signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
 while not told:

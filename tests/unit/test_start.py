@@ -11,7 +11,7 @@ import time
 import pytest
 from ray.exceptions import ActorAlreadyExistsError
 
-from rl_vlm.runs.lifecycle import leaving_on_signals
+from rl_vlm.runs.signals import leaving_on_signals
 from rl_vlm.serving import deploy
 from rl_vlm.serving.deploy import ServingError, start_serve
 

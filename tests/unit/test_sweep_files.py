@@ -19,7 +19,7 @@ from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.runs import run_folder
-from rl_vlm.runs.lifecycle import InterruptedRun
+from rl_vlm.runs.signals import InterruptedRun
 from rl_vlm.runs.train import kind_of
 from rl_vlm.sweeps.results import _markdown, group_by_setting, read_results, write_results
 from rl_vlm.sweeps.sweep import _MARKER, check_folder, run_sweep, write_settings
