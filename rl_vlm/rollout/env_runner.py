@@ -32,6 +32,7 @@ class RolloutWorker:
     """Samples groups of one run: keeps environments, the chat codec and the client between calls. No RLlib here.
 
     `place` numbers the `num_workers` workers of the run. `key` opens the run's policy in the application of `run_id`.
+    `client` answers in the place of a `PolicyClient`.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class RolloutWorker:
         place: int = 0,
         num_workers: int = 1,
         key: PolicyKey = OWN,
+        client: Any = None,
     ) -> None:
         self._run, self._run_id, self._key = run, run_id, key
         self._place, self._num_workers = place, num_workers
         self._text = load_text_side(model, run.model.pixels)
-        self._client: PolicyClient | None = None
+        self._client: Any = client  # PolicyClient, made when it is first needed
         self._rewards = {name: part.reward for name, part in run.env.parts.items() if part.reward.all_weights}
         self.pools = EnvPools(run)
         self._counted_retries = 0  # calls may overlap, and each reports what is new

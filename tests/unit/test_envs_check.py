@@ -82,9 +82,9 @@ def test_our_own_environments_pass(env):
     assert report.ok, report.findings
 
 
-def test_the_environment_of_the_docs_passes_in_25_lines(tmp_path):
+def test_the_environment_of_the_docs_passes_in_25_lines_and_so_does_its_test(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "own_environments.md"
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    block, its_test = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     written = [line for line in block.splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert len(written) <= 25
     (tmp_path / "brighter.py").write_text(block)
@@ -95,6 +95,9 @@ def test_the_environment_of_the_docs_passes_in_25_lines(tmp_path):
         pixels = np.asarray(env.reset(options={"index": index})[0].messages[0].images[0].to_pil()).mean(axis=(0, 2))
         brighter = "left" if pixels[:28].mean() > pixels[28:].mean() else "right"
         assert env.step(f"{brighter}.")[1:4] == (1.0, True, False)
+    monkeypatch.chdir(tmp_path)
+    exec(its_test, names := {})
+    names["test_left_or_right_is_rewarded"]()
 
 
 def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_something_is_wrong(
