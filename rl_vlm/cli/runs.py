@@ -149,7 +149,7 @@ def sft_example(
     folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")],
 ) -> None:
     """Write the built-in conversations about shapes as files, as an example of the form that your own take."""
-    from rl_vlm.supervised.sources import write_example
+    from rl_vlm.supervised.example import write_example
 
     counts = ", ".join(f"{count} conversations in {split}.jsonl" for split, count in write_example(folder).items())
     say(f"Wrote {folder}: {counts}.")

@@ -8,13 +8,11 @@ hundred rows of any of them.
 from __future__ import annotations
 
 import copy
-import filecmp
 import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
@@ -22,111 +20,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rl_vlm.envs.images import BadImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError, Rows, file_rows, hub_rows, image_classes
-from rl_vlm.rewards.math import bare_truth, is_bare, is_value
-from rl_vlm.types import EncodedImage, Part, Split, UserInputError
+from rl_vlm.envs.rows import BadRowError, Rows, file_rows, hub_rows
+from rl_vlm.envs.sources import DataSource, local_files, reject_shared_rows, split_hint, split_slice, split_sources
+from rl_vlm.rewards.truths import bare_truth, is_bare
+from rl_vlm.types import EncodedImage, Split, UserInputError
 
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"(?!.*\.(?:parquet|jsonl|csv)$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
-_ENDS = re.compile(r"\s*(-?\d{1,12})?\s*:\s*(-?\d{1,12})?\s*")
 SHOWN_FINDINGS = 3
 CACHED_ITEMS = 64  # decoded items kept per table: the copies of a group ask for the same one
 
 Item = TypeVar("Item")
-DataSource = str | Mapping[str, str]
-
-
-def local_files(path: Path, split: str) -> list[Path]:
-    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or its `data`, or
-    one file or folder of another kind (see `other_file`)."""
-    if path.is_file():
-        return [path]
-    for pattern in (f"{split}.parquet", f"{split}-*.parquet", f"data/{split}.parquet", f"data/{split}-*.parquet"):
-        if files := sorted(path.glob(pattern)):
-            return files
-    if (other := other_file(path, split)) is not None:
-        return [other]
-    found = sorted(path.glob("*.parquet")) + sorted(path.glob("data/*.parquet"))
-    raise UserInputError(
-        f"{path} has neither {split}.parquet nor {split}-*.parquet, {split}.jsonl, {split}.csv or a folder {split} of "
-        f"images; it holds {', '.join(file.name for file in found[:8]) or 'no parquet file'}."
-        + (f" {_split_hint(found[0], split)}" if found else "")
-    )
-
-
-def other_file(folder: Path, split: str, suffixes: Sequence[str] = (".jsonl", ".csv")) -> Path | None:
-    """`{split}.jsonl`, `{split}.csv`, the metadata.jsonl or .csv of an image folder, or a folder of images by class.
-
-    What lies in `folder` itself, and not in a subfolder named by the split, is its train split.
-    """
-    own, beside = folder / split, [folder] if split == "train" else []
-    for suffix in suffixes:
-        for file in (folder / f"{split}{suffix}", *(place / f"metadata{suffix}" for place in (own, *beside))):
-            if file.is_file():
-                return file
-    by_class = [own] if own.is_dir() else beside
-    return next((one for one in by_class if ".csv" in suffixes and len(set(image_classes(one)["label"])) > 1), None)
-
-
-def split_slice(source: str) -> tuple[str, slice]:
-    """The path and the rows of `path@[a:b]`; all rows without a slice."""
-    if not isinstance(source, str) or not source:
-        raise UserInputError(f"A data set is named by a path or a hub name, not by {source!r}.")
-    match = _SLICE.fullmatch(source)
-    if match is None:
-        return source, slice(None)
-    ends = _ENDS.fullmatch(match["range"])
-    if ends is None:
-        raise UserInputError(
-            f"{source!r}: a slice is written @[a:b] with whole numbers, either of which may be absent."
-        )
-    return match["path"], slice(*(int(end) if end else None for end in ends.groups()))
-
-
-def _split_sources(data: DataSource) -> dict[str, str]:
-    """The source of each split.
-
-    A single file is one split: the one in its name, else train. So that nobody evaluates on training rows by accident,
-    the other split must be named: `{"train": "a.parquet", "test": "b.parquet"}`.
-    """
-    if isinstance(data, Mapping):
-        return dict(data)
-    path = Path(split_slice(data)[0]).expanduser()
-    own = ("test",) if re.match(r"test(?![a-z])", path.stem) else ("train",)
-    return dict.fromkeys(own if path.is_file() else ("train", "test"), data)
-
-
-def _split_hint(source: object, split: str) -> str:
-    """The advice if `source` has rows, but none of `split`."""
-    divided = f"\"env.data={{train: '{source}@[100:]', test: '{source}@[:100]'}}\""
-    instead = ", or evaluate on training rows with evaluation.split=train" if split == "test" else ""
-    return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
-
-
-def reject_shared_rows(
-    sources: Mapping[str, str], selected: Callable[[Split], Sequence[int]], key: str = "env.data"
-) -> None:
-    """Raise UserInputError if train and test share rows: of one file, or of a file and its copy.
-
-    `selected` gives a split's rows. The hub has files of its own for each split.
-    """
-    paths = {split: Path(split_slice(source)[0]).expanduser() for split, source in sources.items()}
-    if len(paths) < 2:
-        return
-    pairs: list[tuple[Path, Path]] = []
-    with suppress(UserInputError):  # raised again when the split is opened
-        pairs = list(itertools.product(local_files(paths["train"], "train"), local_files(paths["test"], "test")))
-    shared = next((pair for pair in pairs if pair[0].samefile(pair[1]) or filecmp.cmp(pair[0], pair[1], False)), None)
-    if shared is None:
-        return
-    train, test = selected("train"), selected("test")
-    if len(pairs) > 1 or max(train[0], test[0]) <= min(train[-1], test[-1]):
-        raise UserInputError(
-            f"{key}: {shared[0]} and {shared[1]} are the same, and train and test share rows of them, so that tests "
-            "would be trained on: give each split rows of its own, such as FILE@[100:] and FILE@[:100]."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +166,7 @@ class TableSet(Generic[Item]):
     """The data set of an environment: `data` names one source for both splits, or one for each (env.data)."""
 
     def __init__(self, schema: Schema[Item], data: DataSource) -> None:
-        self._schema, self._sources = schema, _split_sources(data)
+        self._schema, self._sources = schema, split_sources(data)
         self._tables: dict[str, DataTable[Item]] = {}
 
     def split(self, split: Split) -> DataTable[Item]:
@@ -277,7 +182,7 @@ class TableSet(Generic[Item]):
         if split not in self._sources:
             name = next((split_slice(source)[0] for source in self._sources.values()), "FILE")
             named = f"env.data names no {split} split; it names {', '.join(self._sources) or 'none'}."
-            raise UserInputError(f"{named} {_split_hint(name, split)}")
+            raise UserInputError(f"{named} {split_hint(name, split)}")
         return open_table(self._schema, self._sources[split], split)
 
 
@@ -296,47 +201,3 @@ def cell_text(value: Any) -> str:
 def as_list(cell: Any) -> list[Any]:
     """The images of a cell, which holds none, one or a list of them."""
     return cell if isinstance(cell, list) else [] if cell is None else [cell]
-
-
-IMAGE_MARKER = "<image>"
-
-
-@dataclass(frozen=True, slots=True)
-class ImageQuestion:
-    """A problem with its `<image>` markers, the true answer, the images, and the file and row that it comes from.
-
-    `kind` says what sort of problem it is, where that is known.
-    """
-
-    problem: str
-    answer: str
-    images: tuple[EncodedImage, ...]
-    where: str
-    kind: str = ""
-
-    def parts(self) -> tuple[Part, ...]:
-        """Text and images in reading order: each marker replaced by its image; images first without markers."""
-        if IMAGE_MARKER not in self.problem:
-            return (*self.images, self.problem)
-        texts = self.problem.split(IMAGE_MARKER)
-        parts: list[Part] = [texts[0]]
-        for image, text in zip(self.images, texts[1:], strict=True):
-            parts += [image, text]
-        return tuple(part for part in parts if part != "")
-
-
-def _question(row: Row) -> ImageQuestion:
-    problem, answer, images = row.text("problem"), row.truth("answer"), as_list(row.cells["images"])
-    markers = problem.count(IMAGE_MARKER)
-    if markers and markers != len(images):
-        raise BadRowError(f"{markers} {IMAGE_MARKER} markers in the problem, {len(images)} images.")
-    return ImageQuestion(problem, answer, tuple(map(row.image, images)), row.where)
-
-
-def _doubt(question: ImageQuestion) -> str:
-    odd = "" if is_value(question.answer) else f"where only an answer that repeats {question.answer[:80]!r} is right"
-    odd = odd if question.images else "which has no image"
-    return odd and f"{question.where}, {odd}"
-
-
-QUESTIONS = Schema(_question, ("problem", "answer", "images"), doubt=_doubt)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from rl_vlm.envs.data import IMAGE_MARKER
+from rl_vlm.envs.questions import IMAGE_MARKER
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import EncodedImage, Message, Role
 

@@ -24,18 +24,12 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
+from rl_vlm.envs.parquet import FREE_BYTES, READ_ERRORS, TooLargeError, read_parquet
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
-
-FREE_BYTES = 256 * 2**20  # that a read may take whatever the size of the file
-MAX_BYTES = 2**31  # that a read may take at most
-MAX_RATIO = 100  # bytes in memory for a byte of the file; pictures have 1, tables of text up to 30
-_ROWS_AT_ONCE = 64
-# What pyarrow raises on a damaged file: its own errors, the system's, and bad UTF-8 when a value becomes a string.
-_READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 
 class BadRowError(UserInputError):
@@ -43,43 +37,6 @@ class BadRowError(UserInputError):
 
     Do: repair the row, or leave it out.
     """
-
-
-class TooLargeError(UserInputError):
-    """A part of a file is larger in memory than its budget.
-
-    Do: write the file with smaller row groups (`row_group_size`).
-    """
-
-
-def read_parquet(
-    reader: pq.ParquetFile,
-    group: int | None = None,
-    columns: Sequence[str] | None = None,
-    free_bytes: int = FREE_BYTES,
-) -> pa.Table:
-    """A row group, or the whole file, as a table. Raises TooLargeError, and pyarrow's errors for damaged files.
-
-    The budget is `free_bytes`, or more for a larger file. The sizes that the file claims are compared with it first.
-    Then the rows are read piece by piece, because a file may lie: one value of a dictionary may stand in millions of
-    rows.
-    """
-    groups = list(range(reader.num_row_groups)) if group is None else [group]
-    parts = [reader.metadata.row_group(number) for number in groups]
-    chunks = [part.column(number) for part in parts for number in range(part.num_columns)]
-    budget = min(MAX_BYTES, max(free_bytes, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)))
-    sizes = [part.total_byte_size for part in parts] + [4 * chunk.num_values for chunk in chunks]
-    batches: list[pa.RecordBatch] = []
-    held, pieces = 0, reader.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
-    while held <= budget and max(sizes, default=0) <= budget:
-        batch = next(pieces, None)
-        if batch is None:
-            return pa.Table.from_batches(batches) if batches else reader.read_row_groups(groups, columns=columns)
-        held += batch.nbytes
-        batches.append(batch)
-    raise TooLargeError(
-        f"takes more than {budget >> 20} MiB in memory: write the file with smaller row groups (row_group_size)"
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +72,7 @@ class Rows:
             return {name: _value(cells.column(name)[0]) for name in cells.column_names}
         except TooLargeError as error:
             raise BadRowError(f"{self.where(index)}: the row group {error}.") from error
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             raise BadRowError(f"{self.where(index)}: the file is damaged there ({one_line(error)}).") from error
 
     def where(self, index: int) -> str:
@@ -181,7 +138,7 @@ def _csv_table(path: Path) -> pa.Table:
             parse_options=pa_csv.ParseOptions(newlines_in_values=True),
             convert_options=pa_csv.ConvertOptions(column_types=texts),
         )
-    except (csv.Error, *_READ_ERRORS) as error:
+    except (csv.Error, *READ_ERRORS) as error:
         raise UserInputError(f"{path} is not a readable CSV file ({one_line(error)}).") from error
 
 
@@ -244,7 +201,7 @@ class JsonLinesRows(Rows):
 def _blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
     try:
         reader = pq.ParquetFile(file, page_checksum_verification=True)
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise UserInputError(f"{file} is not a readable parquet file ({one_line(error)}).") from error
     chosen = chosen_columns(reader.schema_arrow.names, file, columns, optional)
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.envs.tools import CallReader, Tools, overlap
+from rl_vlm.envs.tool_forms import Tools
+from rl_vlm.envs.tools import CallReader, overlap
 from rl_vlm.types import POLICY, Completion, GenerationRequest, Sample, SampleChunk, StopReason, TopLogprobs
 
 

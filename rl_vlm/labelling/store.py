@@ -20,7 +20,7 @@ from PIL import Image
 
 from rl_vlm.config.labels import names_no_cache
 from rl_vlm.envs.images import BadImageError, check_header, image_bytes, pixels
-from rl_vlm.envs.rows import TooLargeError, read_parquet
+from rl_vlm.envs.parquet import TooLargeError, read_parquet
 from rl_vlm.files import append_whole, csv_lines, cut_lines, link_tree, write_atomic
 from rl_vlm.safe_text import csv_cell, redact
 from rl_vlm.types import EncodedImage, UserInputError

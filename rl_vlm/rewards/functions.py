@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_vlm.rewards.math import bare_truth, is_equal
+from rl_vlm.rewards.math import is_equal
+from rl_vlm.rewards.truths import bare_truth
 from rl_vlm.safe_text import without_thoughts
 
 Completion = str | Sequence[dict[str, Any]]

@@ -58,7 +58,7 @@ class SymbolicWorker:
         return self._child.pid if self._child else None
 
     def compare(self, answer: str, truth: str, cpu_s: float = CPU_S) -> tuple[Reason, float]:
-        """The verdict on two normalised expressions that passed `math.refusal`, and its CPU seconds, at most about
+        """The verdict on two expressions that passed `algebra.why_not_evaluated`, and its CPU seconds, at most about
         `cpu_s`. Raises GraderError if the child does not start, or if a limit of the clock passed first."""
         if not self._turn.acquire(timeout=MAX_WAIT_S):
             raise GraderError(f"The symbolic grader has too much to do: waited {MAX_WAIT_S:g} s for others.")

@@ -29,7 +29,7 @@ from rl_vlm.envs.errors import describe_error
 from rl_vlm.models.images import TextSide
 from rl_vlm.registry import Registry
 from rl_vlm.rewards.functions import FUNCTIONS
-from rl_vlm.rewards.text import judged_refusal, quoted
+from rl_vlm.rewards.judged import quoted, why_not_judged
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.reward_functions import call_function, check_function, load_function
 from rl_vlm.safe_text import without_thoughts
@@ -180,7 +180,7 @@ async def judge(answered: AnsweredGroup) -> Noted:
     asked = [
         place
         for place, (one, text) in enumerate(zip(members, texts, strict=True))
-        if one.turns[-1].well_formed and not judged_refusal(text, settings.max_chars)
+        if one.turns[-1].well_formed and not why_not_judged(text, settings.max_chars)
     ]
     values, notes = [0.0] * len(members), [_notes(0.0) | {"judge_refused": 1.0} for _ in members]
     if asked:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.envs.data import DataTable, reject_shared_rows, split_slice
+from rl_vlm.envs.data import DataTable
+from rl_vlm.envs.sources import reject_shared_rows, split_slice
 from rl_vlm.models.images import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import ConversationEncoder, SFTConversation

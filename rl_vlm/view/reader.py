@@ -25,7 +25,8 @@ import pyarrow.compute as pc
 from yaml import YAMLError
 
 from rl_vlm.config.loading import leaves
-from rl_vlm.envs.tools import ToolCallError, parse_tool_call
+from rl_vlm.envs.tool_forms import ToolCallError
+from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.files import to_jsonable
 from rl_vlm.runs.api import Run
 from rl_vlm.types import UserInputError

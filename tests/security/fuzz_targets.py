@@ -22,14 +22,14 @@ from rl_vlm.envs import images, isolation
 from rl_vlm.labelling.labeller import read_label, read_score
 from rl_vlm.labelling.store import text_cell
 from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.rewards.judged import quoted, why_not_judged
 from rl_vlm.rewards.normalize import normalize_answer
-from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.safe_text import printable, safe, without_thoughts
 from rl_vlm.types import EncodedImage, UserInputError
-from rl_vlm.zoo.caption.environment import grade_caption
-from rl_vlm.zoo.geospot.places import parse_answer
-from rl_vlm.zoo.nlvr2.environment import read_verdict
-from rl_vlm.zoo.zoom.environment import read_answer
+from rl_vlm.zoo.caption.grading import grade_caption
+from rl_vlm.zoo.geospot.answers import parse_answer
+from rl_vlm.zoo.nlvr2.verdicts import read_verdict
+from rl_vlm.zoo.zoom.answers import read_answer
 
 _LONGEST = 700  # of a message
 
@@ -118,7 +118,7 @@ def answer(data: bytes) -> None:
         assert -90 <= place.coords[0] <= 90 and -180 <= place.coords[1] <= 180
     assert 0 <= grade_caption(text, ["a red cube left of a sphere"]).f1 <= 1
     assert len(quoted(text, 100)) <= _LONGEST
-    assert isinstance(judged_refusal(text, 100), str)
+    assert isinstance(why_not_judged(text, 100), str)
     assert normalize_answer(text) == normalize_answer(text)
     read_answer(text)
     read_verdict(text)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rl_vlm import frames
 from rl_vlm.envs import isolation
-from rl_vlm.envs.data import QUESTIONS
+from rl_vlm.envs.questions import QUESTIONS
 from rl_vlm.envs.rows import file_rows
 from rl_vlm.types import UserInputError
 

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from rl_vlm.config import HTTPSection, TrainedModelSection
 from rl_vlm.envs import images
 from rl_vlm.envs import rows as row_files
-from rl_vlm.envs.data import QUESTIONS
 from rl_vlm.envs.images import BadImageError, check_parts
+from rl_vlm.envs.questions import QUESTIONS
 from rl_vlm.envs.rows import BadRowError, file_rows
 from rl_vlm.http.reader import RequestReader
 from rl_vlm.labelling.import_labels import import_labels
@@ -210,7 +210,7 @@ def test_a_parquet_file_of_kilobytes_does_not_take_gigabytes(bomb, tmp_path):
     program = f"""
         import resource
         from pathlib import Path
-        from rl_vlm.envs.data import QUESTIONS
+        from rl_vlm.envs.questions import QUESTIONS
         from rl_vlm.envs.rows import BadRowError, file_rows
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
-from rl_vlm.zoo.gridwalk.environment import Cell, Grid
+from rl_vlm.zoo.gridwalk.grids import Cell, Grid
 
 
 def trajectory(

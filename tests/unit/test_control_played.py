@@ -6,7 +6,7 @@ import pytest
 import rl_vlm
 from rl_vlm.control_envs.metaworld_cameras import import_mujoco
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.zoo.control.environment import read_word
+from rl_vlm.zoo.control.words import read_word
 
 EMPTY = {
     "env": "MiniGrid-Empty-5x5-v0",

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.data import QUESTIONS, DataTable, ImageQuestion, open_table
+from rl_vlm.envs.data import DataTable, open_table
+from rl_vlm.envs.questions import QUESTIONS, ImageQuestion
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import UserInputError
 

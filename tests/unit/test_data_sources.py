@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_vlm.config import load_config
-from rl_vlm.envs.data import QUESTIONS, TableSet, open_table
+from rl_vlm.envs.data import TableSet, open_table
+from rl_vlm.envs.questions import QUESTIONS
 from rl_vlm.types import UserInputError
 
 GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.envs.data import QUESTIONS, open_table
+from rl_vlm.envs.data import open_table
 from rl_vlm.envs.errors import check_reset, check_step
+from rl_vlm.envs.questions import QUESTIONS
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 

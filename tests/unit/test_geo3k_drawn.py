@@ -14,13 +14,7 @@ from tables import table
 
 from rl_vlm.envs.errors import check_step
 from rl_vlm.rewards.math import grade_turns
-from rl_vlm.zoo.geo3k.drawn import (
-    LEAST_SIZE,
-    LEVELS,
-    AngleStep,
-    Problem,
-    drawn_problem,
-)
+from rl_vlm.zoo.geo3k.drawn import LEAST_SIZE, LEVELS, AngleStep, Problem, drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.shapes.environment import format_call
 

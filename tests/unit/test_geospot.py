@@ -18,7 +18,7 @@ from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
-from rl_vlm.zoo.geospot.places import FARTHEST_KM, haversine_km
+from rl_vlm.zoo.geospot.names import FARTHEST_KM, haversine_km
 from rl_vlm.zoo.geospot.world import PIN, big_cities, pin_item
 
 PLACES = [

@@ -11,22 +11,10 @@ from tables import table
 
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot import gazetteer_build
-from rl_vlm.zoo.geospot.places import (
-    EARTH_RADIUS_KM,
-    FARTHEST_KM,
-    FIELDS,
-    MAX_CHARS,
-    TAUS_KM,
-    Gazetteer,
-    GeoAnswer,
-    Kind,
-    haversine_km,
-    name_key,
-    open_gazetteer,
-    parse_answer,
-    score,
-    stage_weights,
-)
+from rl_vlm.zoo.geospot.answers import MAX_CHARS, GeoAnswer, parse_answer
+from rl_vlm.zoo.geospot.gazetteer import Gazetteer, open_gazetteer
+from rl_vlm.zoo.geospot.names import EARTH_RADIUS_KM, FARTHEST_KM, Kind, haversine_km, name_key
+from rl_vlm.zoo.geospot.scoring import FIELDS, TAUS_KM, score, stage_weights
 
 TABLES = table("gazetteer")
 

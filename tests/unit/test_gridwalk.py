@@ -8,15 +8,9 @@ import pytest
 from task_support import grid_of
 
 from rl_vlm.types import EncodedImage, Observation
-from rl_vlm.zoo.gridwalk import environment
-from rl_vlm.zoo.gridwalk.environment import (
-    MOVES,
-    Difficulty,
-    Grid,
-    GridWalkEnv,
-    grid_item,
-    picture_of,
-)
+from rl_vlm.zoo.gridwalk import grids
+from rl_vlm.zoo.gridwalk.environment import GridWalkEnv
+from rl_vlm.zoo.gridwalk.grids import MOVES, Difficulty, Grid, grid_item, picture_of
 
 HAND_MADE = grid_of(
     "A.#",
@@ -127,13 +121,13 @@ def test_every_kind_of_cell_can_be_told_from_every_other(size: int, image_size: 
     difficulty = Difficulty(size, size - 2, size - 2)
     for index in range(20):
         grid = grid_item(difficulty, "train", index)
-        pixels = environment.render(grid, image_size)
+        pixels = grids.render(grid, image_size)
         assert pixels.shape == (image_size, image_size, 3)
         edges = [round(k * image_size / size) for k in range(size + 1)]
         for row, column in itertools.product(range(size), repeat=2):
             cell = pixels[edges[row] : edges[row + 1], edges[column] : edges[column + 1]]
             colour = tuple(int(v) for v in cell[cell.shape[0] // 2, cell.shape[1] // 2])
-            expected = {grid.agent: environment.AGENT, grid.goal: environment.GOAL}
-            expected |= dict.fromkeys(grid.walls, environment.WALL) | dict.fromkeys(grid.holes, environment.HOLE)
-            assert colour == expected.get((row, column), (environment.BACKGROUND,) * 3)
+            expected = {grid.agent: grids.AGENT, grid.goal: grids.GOAL}
+            expected |= dict.fromkeys(grid.walls, grids.WALL) | dict.fromkeys(grid.holes, grids.HOLE)
+            assert colour == expected.get((row, column), (grids.BACKGROUND,) * 3)
             assert (cell == colour).all(-1).mean() > 0.3

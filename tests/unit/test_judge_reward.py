@@ -23,7 +23,7 @@ from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
-from rl_vlm.rewards.text import judged_refusal, quoted
+from rl_vlm.rewards.judged import quoted, why_not_judged
 from rl_vlm.rollout import scoring as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.metrics import sampling_metrics
@@ -198,7 +198,7 @@ def test_a_judge_that_believes_everything_is_not_asked(panel: Panel, name: str) 
     ],
 )  # fmt: skip
 def test_honest_captions_are_shown(text: str) -> None:
-    assert judged_refusal(text, 1000) == ""
+    assert why_not_judged(text, 1000) == ""
 
 
 def test_a_malformed_answer_loses_unseen(panel: Panel) -> None:

@@ -16,26 +16,26 @@ from task_support import grid_of
 import rl_vlm
 from rl_vlm.config import load_config
 from rl_vlm.envs.tools import parse_tool_call
-from rl_vlm.rewards.math import extract_boxed
-from rl_vlm.zoo.caption.environment import grade_caption
+from rl_vlm.rewards.boxes import extract_boxed
+from rl_vlm.zoo.caption.grading import grade_caption
 from rl_vlm.zoo.control import lesson as rooms
-from rl_vlm.zoo.control.environment import read_word
 from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, described, draw_tour, side
+from rl_vlm.zoo.control.words import read_word
 from rl_vlm.zoo.drawing import CORNERS, render
 from rl_vlm.zoo.geo3k.lesson import GUESSES, boxed, drawer
 from rl_vlm.zoo.geospot import world
+from rl_vlm.zoo.geospot.answers import parse_answer
 from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.lesson import GRID, draw_spot, vocabulary
-from rl_vlm.zoo.geospot.places import parse_answer
 from rl_vlm.zoo.gridwalk import environment
 from rl_vlm.zoo.gridwalk.environment import parse_move
 from rl_vlm.zoo.gridwalk.lesson import draw_walk, random_question
-from rl_vlm.zoo.nlvr2.environment import read_verdict
+from rl_vlm.zoo.nlvr2.verdicts import read_verdict
 from rl_vlm.zoo.scenes.data import LOOKS, caption_of, pair_item
 from rl_vlm.zoo.scenes.data import random_scene as random_shapes
 from rl_vlm.zoo.scenes.lesson import VERDICT_QUESTION, draw_lesson, vague_caption, verdict_lesson
 from rl_vlm.zoo.tiny.teach import Exchange
-from rl_vlm.zoo.zoom.environment import random_scene
+from rl_vlm.zoo.zoom.flags import random_scene
 from rl_vlm.zoo.zoom.lesson import CALL_ODDS, draw_glances, seen
 
 

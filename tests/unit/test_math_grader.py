@@ -11,18 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from rl_vlm.rewards.math import (
-    Grade,
-    Reason,
-    bare_truth,
-    compare,
-    extract_boxed,
-    grade_turns,
-    is_bare,
-    is_equal,
-    is_value,
-)
+from rl_vlm.rewards.boxes import extract_boxed
+from rl_vlm.rewards.math import Grade, Reason, compare, grade_turns, is_equal
 from rl_vlm.rewards.normalize import normalize_answer
+from rl_vlm.rewards.truths import bare_truth, is_bare, is_value
 
 contents = st.recursive(
     st.text("5x+ ,", min_size=1), lambda inner: inner.map(lambda text: f"5{{{text}}}"), max_leaves=4

@@ -17,7 +17,7 @@ from test_isolation import gone
 from rl_vlm.rewards.math import is_equal
 from rl_vlm.rewards.symbolic import WORKER, GraderError, Reason, SymbolicWorker
 
-TOWER = "9^{9^{9^{9}}}"  # `refusal` stops it; handed straight to the child, it runs for ever
+TOWER = "9^{9^{9^{9}}}"  # `why_not_evaluated` stops it; handed straight to the child, it runs for ever
 
 
 def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **settings: float) -> SymbolicWorker:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rl_vlm
-from rl_vlm.supervised.sources import write_example
+from rl_vlm.supervised.example import write_example
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.qa.data import NAMES
 from rl_vlm.zoo.qa.environment import QAEnv

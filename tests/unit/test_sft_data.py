@@ -20,7 +20,8 @@ from rl_vlm.config import load_sft_config
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.supervised.conversations import SFTConversation
 from rl_vlm.supervised.dataset import JobData, open_job_data
-from rl_vlm.supervised.sources import open_conversations, write_example
+from rl_vlm.supervised.example import write_example
+from rl_vlm.supervised.sources import open_conversations
 from rl_vlm.types import EncodedImage, Message, UserInputError
 
 REPLY = {"role": "assistant", "content": "Two."}

@@ -9,9 +9,9 @@ from random import Random
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.rewards.text import quoted
+from rl_vlm.rewards.judged import quoted
 from rl_vlm.types import EncodedImage, Message
-from rl_vlm.zoo.caption.environment import grade_caption
+from rl_vlm.zoo.caption.grading import grade_caption
 from rl_vlm.zoo.caption.lesson import QUESTION, judge_lesson, random_comparison
 from rl_vlm.zoo.drawing import render
 from rl_vlm.zoo.scenes.data import caption_of

@@ -14,7 +14,7 @@ from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.families.qwen_vl import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.geo3k.lesson import geometry_drawer
+from rl_vlm.zoo.geo3k.form_lesson import geometry_drawer
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
 from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, target_dialogue

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.envs.tools import CallReader, ToolCallError, parse_tool_call
+from rl_vlm.envs.tool_forms import ToolCallError
+from rl_vlm.envs.tools import CallReader, parse_tool_call
 
 TYPES = {
     "text": "string", "number": "number", "flag": "boolean", "items": "array", "inner": "object", "none": "null",

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import table
 
-from rl_vlm.envs.tools import MAX_CHARS, ToolCall, ToolCallError, parse_tool_call
+from rl_vlm.envs.tool_forms import MAX_CHARS, ToolCallError
+from rl_vlm.envs.tools import ToolCall, parse_tool_call
 
 TABLES = table("tool_calls")
 

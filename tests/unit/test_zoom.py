@@ -19,23 +19,11 @@ from test_shapes import pixels_of
 
 import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
-from rl_vlm.envs.tools import ToolCallError
+from rl_vlm.envs.tool_forms import ToolCallError
 from rl_vlm.types import Message
 from rl_vlm.zoo.drawing import CORNERS
-from rl_vlm.zoo.zoom.environment import (
-    PATTERNS,
-    QUADRANTS,
-    RED,
-    WHITE,
-    Crop,
-    FlagScene,
-    cut,
-    flag_item,
-    overview,
-    random_scene,
-    read_crop,
-    render_scene,
-)
+from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop
+from rl_vlm.zoo.zoom.flags import PATTERNS, RED, WHITE, FlagScene, flag_item, random_scene, render_scene
 
 
 def painted(scene: FlagScene, zoom: int = 4) -> Image.Image:

@@ -15,10 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import QUESTIONS, DataSource, TableSet
+from rl_vlm.envs.data import TableSet
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import returned, to_message
 from rl_vlm.envs.images import as_image
+from rl_vlm.envs.questions import QUESTIONS
+from rl_vlm.envs.sources import DataSource
 from rl_vlm.rewards.math import grade_turns
 from rl_vlm.types import Message, Observation, Part
 

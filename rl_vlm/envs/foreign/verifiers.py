@@ -18,7 +18,8 @@ from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import AsyncEnv, Share, held_out, made, named, needed, to_message
 from rl_vlm.envs.loading import is_spec
-from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
+from rl_vlm.envs.tool_forms import CLOSE, OPEN, ToolCallError
+from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Message, Observation, Split, UserInputError
 

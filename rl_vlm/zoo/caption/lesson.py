@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from rl_vlm.types import Split
-from rl_vlm.zoo.caption.environment import grade_caption
+from rl_vlm.zoo.caption.grading import grade_caption
 from rl_vlm.zoo.drawing import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.scenes import lesson as sights
 from rl_vlm.zoo.scenes.data import LOOKS, MAX_CAPTIONED, Scene, caption_of, joined, random_scene

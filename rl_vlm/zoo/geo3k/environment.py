@@ -9,10 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import QUESTIONS, DataSource, ImageQuestion, TableSet
+from rl_vlm.envs.data import TableSet
 from rl_vlm.envs.images import fit
-from rl_vlm.envs.tools import ToolCallError, parse_tool_call
-from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
+from rl_vlm.envs.questions import QUESTIONS, ImageQuestion
+from rl_vlm.envs.sources import DataSource
+from rl_vlm.envs.tool_forms import ToolCallError
+from rl_vlm.envs.tools import parse_tool_call
+from rl_vlm.rewards.boxes import extract_boxed
+from rl_vlm.rewards.math import grade_turns, is_equal
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE

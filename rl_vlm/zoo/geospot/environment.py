@@ -9,11 +9,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource, Row, Schema, TableSet, cell_text
+from rl_vlm.envs.data import Row, Schema, TableSet, cell_text
 from rl_vlm.envs.images import fit
 from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.sources import DataSource
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
-from rl_vlm.zoo.geospot import places, world
+from rl_vlm.zoo.geospot import world
+from rl_vlm.zoo.geospot.answers import parse_answer
+from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
+from rl_vlm.zoo.geospot.names import FARTHEST_KM
+from rl_vlm.zoo.geospot.scoring import LAST_STAGE, TAUS_KM, GroundTruth, field_weights, score, stage_weights
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
@@ -27,10 +32,10 @@ _FORM = (
 )
 # An answer without coordinates counts as the largest distance, so that staying silent cannot improve the median.
 _NOT_NEAR = {f"within_{km}km": False for km in NEAR_KM}
-_UNANSWERED: Info = {"distance_km": places.FARTHEST_KM, "format_ok": False, **_NOT_NEAR}
+_UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **_NOT_NEAR}
 
 
-def read_view(row: Row) -> tuple[EncodedImage, places.GroundTruth]:
+def read_view(row: Row) -> tuple[EncodedImage, GroundTruth]:
     """A street view and where it was taken; the row may lack region and city."""
     try:
         latitude, longitude = float(row.cells["latitude"]), float(row.cells["longitude"])
@@ -40,7 +45,7 @@ def read_view(row: Row) -> tuple[EncodedImage, places.GroundTruth]:
         raise BadRowError("latitude and longitude are no position.")
     region, city = (cell_text(row.cells.get(name)).strip() or None for name in ("region", "city"))
     names = (row.text("country").strip(), region, city)
-    truth = places.GroundTruth.from_names(places.open_gazetteer(), (latitude, longitude), *names)
+    truth = GroundTruth.from_names(open_gazetteer(), (latitude, longitude), *names)
     return row.image(row.cells["image"]), truth
 
 
@@ -70,14 +75,14 @@ class GeoSpotEnv(EpisodeEnv):
         "format_ok": (),
         "stage_idx": (),
         **{f"within_{km}km": () for km in NEAR_KM},
-        **{f"k_{field}": () for field in places.TAUS_KM},
+        **{f"k_{field}": () for field in TAUS_KM},
     }
 
     def __init__(
         self,
         data: DataSource | None = None,
         *,
-        stage: Annotated[float, Field(ge=0, le=places.LAST_STAGE)] = places.LAST_STAGE,
+        stage: Annotated[float, Field(ge=0, le=LAST_STAGE)] = LAST_STAGE,
         weights: Annotated[Sequence[_Weight], Field(min_length=3, max_length=3)] | None = None,
         taus: Mapping[Literal["country", "region", "city", "coords"], Annotated[float, Field(ge=1e-3)]] | None = None,
         prompt: Literal["full", "brief"] = "full",
@@ -92,8 +97,8 @@ class GeoSpotEnv(EpisodeEnv):
         if weights is not None and not any(weights):
             raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
         self.stage = float(stage)
-        self.weights = places.stage_weights(self.stage) if weights is None else places.field_weights(*weights)
-        self.taus = places.TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
+        self.weights = stage_weights(self.stage) if weights is None else field_weights(*weights)
+        self.taus = TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
         self.prompt = prompt
         self._drawn = (countries, cities, world.IMAGE_SIZE if image_size is None else image_size)
         self._image_size = image_size
@@ -104,7 +109,7 @@ class GeoSpotEnv(EpisodeEnv):
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         view = self.row(item)
-        shown: tuple[EncodedImage, places.GroundTruth] = view or world.pin_item(
+        shown: tuple[EncodedImage, GroundTruth] = view or world.pin_item(
             *self._drawn, item.split, item.index, self._seed
         )
         image, self._truth = shown
@@ -114,9 +119,9 @@ class GeoSpotEnv(EpisodeEnv):
         return Observation.user(image, text), {"stage_idx": self.stage, **_UNANSWERED}
 
     def reply(self, text: str) -> Reply:
-        truth, answer = self._truth, places.parse_answer(text)
-        distances = truth.distances_km(answer, places.open_gazetteer())
-        reward, kernels = places.score(distances, self.weights, self.taus)
+        truth, answer = self._truth, parse_answer(text)
+        distances = truth.distances_km(answer, open_gazetteer())
+        reward, kernels = score(distances, self.weights, self.taus)
         off = distances["coords"]
         info: Info = {
             "response": text,
@@ -127,7 +132,7 @@ class GeoSpotEnv(EpisodeEnv):
             "reward": reward,
             **{f"d_{field}": distance for field, distance in distances.items()},
             **{f"k_{field}": value for field, value in kernels.items()},
-            "distance_km": places.FARTHEST_KM if off is None else off,
+            "distance_km": FARTHEST_KM if off is None else off,
             "format_ok": answer.format_valid,
             **{f"within_{km}km": off is not None and off <= km for km in NEAR_KM},
             # A right country is what a table of accuracies can hold: no answer is exactly right.

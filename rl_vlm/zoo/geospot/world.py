@@ -14,8 +14,10 @@ from PIL import Image, ImageDraw
 
 from rl_vlm.types import EncodedImage, Split
 from rl_vlm.zoo.drawing import BACKGROUND, split_of, stable_rng
+from rl_vlm.zoo.geospot.gazetteer import Place, open_gazetteer
 from rl_vlm.zoo.geospot.gazetteer_build import country_files
-from rl_vlm.zoo.geospot.places import GroundTruth, Place, Position, haversine_km, open_gazetteer
+from rl_vlm.zoo.geospot.names import Position, haversine_km
+from rl_vlm.zoo.geospot.scoring import GroundTruth
 
 IMAGE_SIZE = 64
 SEA = (BACKGROUND,) * 3

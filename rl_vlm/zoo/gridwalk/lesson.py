@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_vlm.zoo.gridwalk import environment
-from rl_vlm.zoo.gridwalk.environment import MOVES, Grid
+from rl_vlm.zoo.gridwalk import grids
+from rl_vlm.zoo.gridwalk.environment import EXPECTED, QUESTION
+from rl_vlm.zoo.gridwalk.grids import MOVES, Grid
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 SIZES = (3, 4)  # of the grids, in cells per side
@@ -18,8 +19,8 @@ MAX_TURNS = 8  # as many as episodes of configs/gridwalk_tiny.yaml have: the mod
 MOVE_SHARE = 0.5  # of the turns
 
 CORPUS = (
-    " ".join([environment.QUESTION] * 4),
-    environment.EXPECTED,
+    " ".join([QUESTION] * 4),
+    EXPECTED,
     "up\ndown\nleft\nright\n" * 2,
     "floor wall hole goal: up right: left\nwall floor goal hole: down left: up\nhole goal floor wall: up: right\n"
     "goal hole wall floor: down: down\n" * 2,
@@ -34,10 +35,10 @@ def draw_walk(rng: np.random.Generator) -> list[Exchange]:
     turns: list[Exchange] = []
     grid = _fresh(rng)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
-        picture = environment.render(grid)
+        picture = grids.render(grid)
         if rng.random() < MOVE_SHARE:
             move = tuple(MOVES)[rng.integers(len(MOVES))]
-            question = environment.QUESTION if rng.random() < 0.95 else environment.EXPECTED
+            question = QUESTION if rng.random() < 0.95 else EXPECTED
             turns.append(Exchange("user", (picture, question), f"{described(grid)}: {move}"))
             grid = grid.moved(move)
             over = grid.agent == grid.goal or grid.agent in grid.holes
@@ -74,7 +75,7 @@ def described(grid: Grid) -> str:
 
 def neighbours(grid: Grid) -> dict[str, str]:
     """What the cells around the agent hold, by the move that leads there."""
-    return {move: kind_of(grid, environment.neighbour(grid.agent, move)) for move in MOVES}
+    return {move: kind_of(grid, grids.neighbour(grid.agent, move)) for move in MOVES}
 
 
 def bearing(grid: Grid) -> str:
@@ -85,7 +86,7 @@ def bearing(grid: Grid) -> str:
     return " ".join(vertical + horizontal)
 
 
-def kind_of(grid: Grid, cell: environment.Cell) -> str:
+def kind_of(grid: Grid, cell: grids.Cell) -> str:
     if cell == grid.goal:
         return "goal"
     if cell in grid.holes:
@@ -98,7 +99,7 @@ def _fresh(rng: np.random.Generator) -> Grid:
     while True:
         size = SIZES[rng.integers(len(SIZES))]
         most = size * size // 5
-        grid = environment.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
+        grid = grids.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
         if grid.split() == "train":
             return grid
 

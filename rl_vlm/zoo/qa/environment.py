@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource
 from rl_vlm.envs.images import fit
+from rl_vlm.envs.sources import DataSource
 from rl_vlm.rewards.functions import is_right, stated_answer
 from rl_vlm.types import EncodedImage, Message, Observation
 from rl_vlm.zoo.qa.data import Part, QARow, QARows

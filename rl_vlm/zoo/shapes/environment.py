@@ -12,7 +12,8 @@ from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
+from rl_vlm.envs.tool_forms import CLOSE, OPEN, ToolCallError
+from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.drawing import COLOURS, CORNERS, IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of, stable_rng

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_vlm.types import Role
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.geo3k.lesson import geometry_drawer
+from rl_vlm.zoo.geo3k.form_lesson import geometry_drawer
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 

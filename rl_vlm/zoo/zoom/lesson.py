@@ -14,7 +14,9 @@ from PIL import Image
 
 from rl_vlm.zoo.drawing import CORNERS
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
-from rl_vlm.zoo.zoom.environment import BRIEF, PATTERNS, QUADRANTS, FlagScene, cut, overview, random_scene, render_scene
+from rl_vlm.zoo.zoom.crops import QUADRANTS, cut, overview
+from rl_vlm.zoo.zoom.environment import BRIEF
+from rl_vlm.zoo.zoom.flags import PATTERNS, FlagScene, random_scene, render_scene
 
 ZOOM = 4  # how much larger the pictures are than what is shown
 MAX_TURNS = 3
