@@ -56,7 +56,7 @@ def check(
     episodes: Annotated[int, typer.Option(min=1, help="How many are played.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the answers.")] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a reset or step may take before it is said to hang.")
+        float, typer.Option(min=0.1, help="Seconds after which a reset or step counts as hanging.")
     ] = 60.0,
     answers: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Answers to try, one a line.")

@@ -34,7 +34,7 @@ def is_loopback(url: str) -> bool:
     """Whether an address is this machine's own; it is then reached without a proxy."""
     try:
         return urlsplit(url).hostname in LOOPBACK
-    except ValueError:  # no address; whoever asks it says so
+    except ValueError:  # no address: an error of the call that uses it
         return False
 
 
@@ -48,5 +48,5 @@ def token_header(variable: str) -> dict[str, str]:
 
 
 def wrong_token(url: str, why: str = "401") -> UserInputError:
-    """The error to raise where a server wants another token."""
-    return UserInputError(f"{url} refuses the token ({why}): set the variable that env.kwargs.token_variable names.")
+    """The error to raise where a server requires another token."""
+    return UserInputError(f"{url} rejects the token ({why}): set the variable that env.kwargs.token_variable names.")

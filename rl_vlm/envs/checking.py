@@ -1,4 +1,4 @@
-"""Checks an environment before anybody trains on it: it is played from outside, in a process of its own."""
+"""Checks an environment before training: plays it from outside, in a process of its own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Checks:
     budget_s: float
     given: Sequence[str]
     resets: list[float] = field(default_factory=list)  # seconds, each of an item that was not open before
-    unread: bool = False  # `correct` of an info is text
+    unread: bool = False  # an info's `correct` is text
 
     def make(self) -> None:
         """It can be made, and opens with a prompt that shows something."""
@@ -146,7 +146,7 @@ class _Checks:
         cost = f"reset {1000 * reset:.2f} ms, step {1000 * step:.2f} ms"
         self.report.add("cost", f"{cost}: more than {SLOW_S:g} s" if max(reset, step) > SLOW_S else "", cost, "warn")
         said = "the answers given" if self.given else "words of the prompt"
-        alike = "" if self.given or min(rewards) < max(rewards) else "; answers that are paid can be given by --answers"
+        alike = "" if self.given or min(rewards) < max(rewards) else "; name answers that are rewarded with --answers"
         fine = f"from {min(rewards):g} to {max(rewards):g} for {said}"
         wrong = f"always {min(rewards):g} for {said}{alike}" if min(rewards) == max(rewards) else ""
         self.report.add("reward", wrong, fine, "warn")
@@ -197,7 +197,7 @@ class _Checks:
     def _episode(self, index: int, env: ProcessEnv | None = None) -> tuple[list[Any], list[float]]:
         """What an episode shows and rewards, and the seconds of its steps.
 
-        The answers are drawn from those given, or from the words that the policy was last told; always the same.
+        The answers are drawn from those given, or from the words of the last observation; always the same.
         """
         observation = self._reset("train", index, env)
         generator, words = random.Random(f"{self.seed}-{index}"), [""]

@@ -2,8 +2,8 @@
 
 An environment is foreign code: it may hang, leak, or take its process down. Every call has a deadline, after which the
 child and all that it started are killed. It protects against accidents, not against malice: the child runs with the
-user's own rights. Variables that hold tokens and keys are not handed on, except those that the arguments or
-RL_VLM_ENV_PASS ("HF_TOKEN,OPENAI_API_KEY") name.
+user's own rights. Variables with tokens and keys are withheld, unless the arguments or
+RL_VLM_ENV_PASS ("HF_TOKEN,OPENAI_API_KEY") name them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_SIDE = 2**16  # pixels
 
 
 def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError for an argument that is no JSON, so that another process cannot be told it."""
+    """Raise UserInputError for an argument that JSON cannot carry to another process."""
     for name, value in arguments.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -226,7 +226,7 @@ class ProcessEnv(EnvClient):
         self.metrics = check_metrics(reply["metrics"])  # type: ignore[misc]  # those of this child's environment
 
     def _wanted_secrets(self) -> set[str]:
-        """The variables with secrets that the environment needs: those that its arguments or RL_VLM_ENV_PASS name."""
+        """The variables with secrets that the arguments or RL_VLM_ENV_PASS name: the environment may see them."""
         wanted = set(os.environ.get(PASS_VARIABLE, "").replace(",", " ").split())
         wanted |= {value for value in self._kwargs.values() if isinstance(value, str)}
         if "://" in self._env_id or split_scheme(self._env_id) is not None:

@@ -65,7 +65,7 @@ class RemoteEnv(EnvClient):
         self._http.close()
 
     def _end_session(self) -> None:
-        """Forget the session, and tell the server, if it answers: it keeps an environment for it."""
+        """Forget the session, and let the server, if it answers, close the environment."""
         request, self._session = {"op": "close", "session": self._session}, None
         with suppress(EnvError, UserInputError, httpx.TransportError):
             self._send(pack_frame(request, []), min(_CLOSE_S, self._timeout_s))
@@ -74,7 +74,7 @@ class RemoteEnv(EnvClient):
         reply, _ = self._post({"op": "open"}, self._retry_s)
         raise_error(reply, f"{self._url}: open")
         self._session, self._number, self._sizes = str(reply["session"]), 0, dict(reply["num_items"])
-        # Those of the server's environment; a server of an earlier version does not tell them.
+        # Of the server's environment; a server of an earlier version does not send them.
         self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]
 
     def _ask(self, request: dict[str, Any]) -> Frame:

@@ -67,7 +67,7 @@ def split_slice(source: str) -> tuple[str, slice]:
 def split_sources(data: DataSource) -> dict[str, str]:
     """The source of each split.
 
-    A single file is one split: the one in its name, else train. So that nobody evaluates on training rows by accident,
+    A single file is one split: the one in its name, else train. To prevent evaluation on training rows by accident,
     the other split must be named: `{"train": "a.parquet", "test": "b.parquet"}`.
     """
     if isinstance(data, Mapping):

@@ -33,7 +33,7 @@ _BACKSLASH = re.compile(
 
 
 class ToolCallError(RLVLMError):
-    """A tool call cannot be read; the message tells the policy why.
+    """A tool call cannot be read; the message says why.
 
     Do: give the message back to the policy, as an environment's reply.
     """

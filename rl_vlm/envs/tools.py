@@ -68,7 +68,7 @@ class CallReader:
     What is no well-formed call stays text. White space that only parts calls is dropped.
 
     Args:
-        tools: those that are offered. Their schemas say which type a value has where its form does not, and an object
+        tools: the offered ones. Their schemas say which type a value has where its form does not, and an object
             without any marks, as Llama writes it, is a call only under one of their names.
     """
 

@@ -46,10 +46,10 @@ class _Session:
     def __init__(self, build: Callable[[], VisionEnv]) -> None:
         self._worker = EnvWorker(build)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="env")
-        self._last: Future[Any] | None = None  # what the thread was given last
+        self._last: Future[Any] | None = None  # the thread's latest work
         self._number = 0
         self._answer = b""
-        self.ended = False  # its client is gone
+        self.ended = False  # its client has left
         self.used = time.monotonic()
 
     @property
@@ -141,7 +141,7 @@ class EnvServer:
         session = self._sessions[name] = _Session(self._build)  # it counts while it is made
         try:
             reply, _ = await asyncio.wrap_future(session.submit(session.open))
-        except BaseException:  # the client is gone, and nobody else knows the name
+        except BaseException:  # the client is gone, and no other knows the name
             session.end()
             raise
         if "error" in reply:

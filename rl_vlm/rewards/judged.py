@@ -9,8 +9,8 @@ from rl_vlm.rewards.text import why_not_graded
 _QUOTES = re.compile('["\u201c-\u201f\u00ab\u00bb\u2033\u301d-\u301f\uff02]')
 _SPACES = re.compile(r"\s+")
 _ONE = r"(?:(?:number|no\.?)\s*)?(?:[12]|one|two|first|second|this|me|mine|the (?:first|second|other|caption|answer|option|above|below))\b"  # noqa: E501
-# What nobody who describes a picture writes: orders to choose, the judge's own question, names of the two texts, praise
-# of itself.
+# Phrases that no description of a picture contains: orders to choose, the judge's own question, names of the two
+# texts, praise of itself.
 _TO_THE_JUDGE = re.compile(
     "|".join(
         (

@@ -131,7 +131,7 @@ class AnswerTree:
     r"""One answer, read. A leaf has `text`; a tuple, list or set has `items` and its brackets ("" for a bare list).
 
     `equation` is the leaf with its name (`y=2x+1` where text is `2x+1`). `order`: whether it counts: "any" for sets,
-    for values joined by "or" and for several values of one name, "both" for `\pm`, which says that there is none.
+    for values joined by "or" and for several values of one name, "both" for `\pm`, which has none.
     """
 
     text: str = ""

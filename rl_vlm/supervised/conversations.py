@@ -34,7 +34,7 @@ def read_conversation(row: Row) -> SFTConversation:
     if not isinstance(messages, list) or not messages:
         raise BadRowError("`messages` is missing, empty or not a list.")
     if row.cells.get("tools") not in _NO_TOOLS:
-        raise BadRowError("it has tools: write what they are into the system message, as the model is to be told.")
+        raise BadRowError("it has tools: describe them in the system message, as the model is to see them.")
     column = row.cells.get("images", row.cells.get("file_names", row.cells.get("file_name")))
     turns = read_turns(messages)
     last = max((number for number, (role, _) in enumerate(turns) if role == "assistant"), default=-1)
@@ -52,7 +52,7 @@ CONVERSATIONS = Schema(read_conversation, ("messages",), ("images", "tools"))
 
 
 def after_opened_thought(text: str) -> tuple[str, str]:
-    """How a turn goes on after a prompt that opens a thought: (what is given, what is said). Raises UserInputError."""
+    """How a turn goes on after a prompt that opens a thought: (given text, the model's text). Raises UserInputError."""
     before, closed, answer = text.partition(CLOSE)
     if not closed:
         if text.lstrip().startswith(OPEN):
@@ -133,7 +133,7 @@ class ConversationEncoder:
         if length > self._max_length:
             if self._too_long == "leave_out" or not mask[: self._max_length].any():
                 return None
-            # Up to the last token that is said and fits: no image is cut, and nothing is shown that nobody answers.
+            # Up to the model's last token that fits: no image is cut, and no message is left without an answer.
             stop = int(np.flatnonzero(mask[: self._max_length])[-1]) + 1
             token_ids, mask = token_ids[:stop], mask[:stop]
             shown = shown[: count_images(token_ids, shown, self._text.images)]

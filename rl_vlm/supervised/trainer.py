@@ -84,7 +84,7 @@ class SFTTrainer:
         return [bool(right[one.trajectory_id][-length:].all()) for one, length in zip(batch, lengths, strict=True)]
 
     def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
-        """Conversations with the same beginning share a row where that pays."""
+        """Conversations with the same beginning share a row where that is cheaper."""
         groups: dict[Any, list[Trajectory]] = {}
         for trajectory in batch:
             prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()

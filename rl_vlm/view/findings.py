@@ -35,7 +35,7 @@ def findings(
     replica and the learner differ in the newest dump."""
     return [
         *_gamed(evaluations),
-        *_never_pays(progress),
+        *_never_right(progress),
         *_lost(progress, evaluations),
         *_other_weights(gaps),
         *(Finding(text, "sight") for row in evaluations.tail(1).to_dict("records") if (text := blind(row))),
@@ -61,7 +61,7 @@ def _gamed(evaluations: pd.DataFrame) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _never_pays(progress: pd.DataFrame) -> Iterator[Finding]:
+def _never_right(progress: pd.DataFrame) -> Iterator[Finding]:
     known = {key.removeprefix("accuracy/"): progress[key].dropna() for key in progress if key.startswith("accuracy/")}
     if len(progress) < _ROWS or not any((values > 0).any() for values in known.values()):
         return
@@ -69,7 +69,7 @@ def _never_pays(progress: pd.DataFrame) -> Iterator[Finding]:
         if len(values) >= _ROWS and not (values > 0).any():
             yield Finding(
                 f"{name}: no answer was right in {len(values)} iterations. Either the task is too hard at first, or "
-                "its reward never pays. Read its answers.", "episodes",
+                "its reward is wrong. Read its answers.", "episodes",
             )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 def with_stand_ins(call: Callable[[], T]) -> T:
     """What `call` returns; it is tried again with the stand-ins if it imports a framework that is not installed.
 
-    The stand-ins are packages: in a checkout of the framework they find its own modules beside whoever imports them.
+    The stand-ins are packages: in a checkout of the framework they find its own modules beside the importing file.
     """
     try:
         return call()

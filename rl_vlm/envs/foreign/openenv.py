@@ -44,7 +44,7 @@ class OpenEnv(EpisodeEnv):
     writes, if the action has several. reset: further arguments of the server's `reset`. num_train, num_test: how many
     seeds each split has. timeout_s, retry_s, token_variable: as of `RemoteEnv`.
 
-    A text that is no action, or one that the server's schema refuses, is answered with the reason and costs a turn.
+    A text that is no action, or that the server's schema rejects, is answered with the reason and costs a turn.
     `info` holds `invalid_actions`, their count.
     """
 
@@ -125,7 +125,7 @@ class OpenEnv(EpisodeEnv):
         self._call("state", {})  # a server that is full says so only after it has accepted
 
     def _call(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The `data` of the answer. ActionError where the server's schema refuses the action."""
+        """The `data` of the answer. ActionError where the server's schema rejects the action."""
         if self._socket is None:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         try:
@@ -200,9 +200,9 @@ def _images(value: Any, shape: Any) -> list[Part]:
 
 
 class ActionError(RLVLMError):
-    """The policy's text is no action; the message tells it why.
+    """The policy's text is no action; the message says why.
 
-    Do: nothing: the policy is told.
+    Do: nothing: the policy sees the message.
     """
 
 

@@ -1,7 +1,8 @@
 """Run environments of the package verifiers, unchanged: `verifiers:NAME` of an installed one, or a `load_environment`.
 
-Their own rollout runs in an event loop beside us. Where it asks the model, through a client of ours, it waits for the
-policy's text; at its end the environment's rubric gives the reward. So turns, tools and stop conditions are its own.
+Their own rollout runs in an event loop, in a thread of ours. Where it asks the model, through a client of ours, it
+waits for the policy's text; at its end the environment's rubric gives the reward. So turns, tools and stop
+conditions are its own.
 """
 
 from __future__ import annotations

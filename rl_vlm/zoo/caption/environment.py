@@ -35,7 +35,7 @@ def read_item(row: Row) -> CaptionItem:
         raise BadRowError("the caption is empty or not text.")
     if not any(grade_caption(reference, references).score == 1 for reference in references):
         reason = grade_caption(references[0], references).reason
-        raise BadRowError(f"the caption {references[0][:80]!r} would not be paid as an answer ({reason}).")
+        raise BadRowError(f"the caption {references[0][:80]!r} would not be rewarded as an answer ({reason}).")
     return row.image(row.cells["image"]), references
 
 

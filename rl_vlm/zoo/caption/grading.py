@@ -22,7 +22,7 @@ from rl_vlm.rewards.text import behind_thought
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
-BETA = 0.5  # of the F figures: precision counts more, so that a list of guesses pays no more than one wrong guess
+BETA = 0.5  # of the F figures: precision counts more, so that a list of guesses scores no higher than one wrong guess
 LONG_CLAUSE = 8  # content words; a clause that is longer, and longer than any reference's by REACH, is a list
 
 Unit = TypeVar("Unit")
@@ -38,7 +38,7 @@ _NO_CONTENT = (
 _FUNCTION_WORDS = frozenset(_NO_CONTENT.split())
 _BREAKS = frozenset(("and", "or", "but", "while"))
 _NEGATIONS = frozenset(("no", "not", "never", "without", "neither", "nor", "cannot"))  # and "isn't"
-_NEGATED = "¬"  # before the stems that follow a negation in its clause: "no circle" does not say that there is one
+_NEGATED = "¬"  # before the stems that follow a negation in its clause: "no circle" does not claim a circle
 # "at the top left corner": at the top left
 _CORNER = re.compile(r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b")
 # Words that are one in captions, whatever their stems.

@@ -113,10 +113,10 @@ def confused(rng: Random, caption: str) -> str:
 
 
 def _phrase(rng: Random, shape: Shape, left_out: float) -> str:
-    def told(fact: str, vague: str) -> str:
+    def vaguely(fact: str, vague: str) -> str:
         return vague if rng.random() < left_out else fact
 
-    words = (told(shape.colour, ""), told(shape.kind, "shape"), told(f"at the {CORNERS[shape.quadrant]}", ""))
+    words = (vaguely(shape.colour, ""), vaguely(shape.kind, "shape"), vaguely(f"at the {CORNERS[shape.quadrant]}", ""))
     return " ".join(filter(None, ("a", *words)))
 
 

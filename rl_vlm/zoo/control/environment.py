@@ -67,13 +67,13 @@ class ControlWordsEnv(EpisodeEnv):
         self._inner = _make(env, kwargs)
         self.words = choose_words(self._inner, actions, METAWORLD if task_name(env) else None)
         self._skip, self._size = frame_skip, image_size
-        self._pays_success, self._task, self._brief, self._seed = reward == "success", task, prompt == "brief", seed
+        self._rewards_success, self._task, self._brief, self._seed = reward == "success", task, prompt == "brief", seed
         self._frames: deque[Image.Image] = deque(maxlen=history)
         self._disjoint = disjoint
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         self._count = self._invalid = 0
-        self._paid_before = self._correct = False
+        self._rewarded_before = self._correct = False
         for attempt in range(_MAX_DRAWS):
             inner_seed = derive_seed(self._seed, int(item.split == "test"), item.index, attempt) % 2**31
             observation, _ = self._inner.reset(seed=inner_seed)
@@ -101,7 +101,7 @@ class ControlWordsEnv(EpisodeEnv):
         else:
             reward, terminated, truncated, success = self._carry_out(self.words[word])
         self._correct |= success
-        if self._pays_success:
+        if self._rewards_success:
             reward, terminated = float(success), terminated or success
         info: Info = {
             "success": success,
@@ -122,23 +122,25 @@ class ControlWordsEnv(EpisodeEnv):
     def _carry_out(self, action: Any) -> tuple[float, bool, bool, bool]:
         """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames to be shown.
 
-        Raises EnvError if `reward: success` is set and the environment does not tell success from failure.
+        Raises EnvError if `reward: success` is set and the environment does not report success.
         """
         total, terminated, truncated, success = 0.0, False, False, False
         for number in range(self._skip):
             _, reward, terminated, truncated, info = self._inner.step(action)
             total += float(reward)
             self._count += 1
-            told = info.get("success", info.get("is_success"))
-            if told is None and terminated and self._paid_before and self._pays_success:
+            reported = info.get("success", info.get("is_success"))
+            if reported is None and terminated and self._rewarded_before and self._rewards_success:
                 raise EnvError(
-                    "Control-v0: this environment pays on the way and never says whether it was a success: leave out "
+                    "Control-v0: this environment rewards steps on the way and never reports success: leave out "
                     "reward=success."
                 )
-            # A pole that falls was paid for each step until then.
-            success = success or bool(told if told is not None else terminated and reward > 0 and not self._paid_before)
-            self._paid_before |= reward > 0
-            over = terminated or truncated or (success and self._pays_success)
+            # A pole that falls was rewarded for each step until then.
+            success = success or bool(
+                reported if reported is not None else terminated and reward > 0 and not self._rewarded_before
+            )
+            self._rewarded_before |= reward > 0
+            over = terminated or truncated or (success and self._rewards_success)
             if over or number >= self._skip - (self._frames.maxlen or 1):
                 self._draw()
             if over:

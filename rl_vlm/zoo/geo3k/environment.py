@@ -52,10 +52,10 @@ class Geo3kEnv(EpisodeEnv):
     r"""One geometry question, up to `max_turns` answers.
 
     A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
-    paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
+    given at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
 
     data: questions (see `QUESTIONS`); without them problems are drawn. `scoring_tool=False` withholds the tool, which
-    tells right from wrong and so must be off where accuracy without help is measured. docs/environments.md lists the
+    checks answers and so must be off where accuracy without help is measured. docs/environments.md lists the
     other arguments and what `info` holds.
     """
 
@@ -105,7 +105,7 @@ class Geo3kEnv(EpisodeEnv):
         self._question: ImageQuestion = question
         self._turns: list[str] = []
         self._tool_calls = self._tool_errors = 0
-        self._bonus_paid = False
+        self._bonus_given = False
         return self._opening(question), {"where": question.where}
 
     def reply(self, text: str) -> Reply:
@@ -118,8 +118,8 @@ class Geo3kEnv(EpisodeEnv):
             status = "out_of_turns" if truncated else "running"
             self._tool_calls += 1
             self._tool_errors += not well_formed
-            reward = self._format_bonus * (well_formed and not self._bonus_paid) - self._tool_cost
-            self._bonus_paid |= well_formed
+            reward = self._format_bonus * (well_formed and not self._bonus_given) - self._tool_cost
+            self._bonus_given |= well_formed
         elif extract_boxed(without_thoughts(text)) is not None:
             status, said = "answered", "Answer received."
         else:

@@ -42,9 +42,9 @@ class GridWalkEnv(EpisodeEnv):
     the shortest path at least; every grid can be solved in `max_turns`. prompt: "brief" asks in three words, for the
     tiny model. image_size: pixels per side. seed: which set of grids.
 
-    The reward is 1 at the goal and 0 otherwise. An answer that names no move is told what is expected and still costs a
-    turn. `info` holds `success`, `outcome` ("goal", "hole", "turns" or "walking"), `steps` (turns used), `well_formed`,
-    and `shortest_path` (steps from the start).
+    The reward is 1 at the goal and 0 otherwise. An answer that names no move gets a reminder and still costs a turn.
+    `info` holds `success`, `outcome` ("goal", "hole", "turns" or "walking"), `steps` (turns used), `well_formed`, and
+    `shortest_path` (steps from the start).
     """
 
     name = "GridWalk-v0"

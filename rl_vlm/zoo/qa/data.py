@@ -83,7 +83,7 @@ def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversati
 
 
 def _columns_of(part: str, row: Row, named: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The columns of a part: those that the user names, else the first with a known name; None without one."""
+    """The columns of a part: the user's choice, else the first with a known name; None without one."""
     if named is None:
         return next(((column,) for name in NAMES[part] for column in row.cells if column.lower() == name), None)
     if missing := [name for name in named if name not in row.cells]:
@@ -95,7 +95,7 @@ def _columns_of(part: str, row: Row, named: tuple[str, ...] | None) -> tuple[str
 
 
 def _only(row: Row, part: str, columns: tuple[str, ...] | None) -> Any:
-    """The cell of a part; None where the user says that there is none. Raises BadRowError."""
+    """The cell of a part; None where the user says that the data have none. Raises BadRowError."""
     if columns is None:
         raise _unknown(part, row)
     if columns and row.cells[columns[0]] in (None, "", []):

@@ -34,7 +34,7 @@ StatementKind = Literal["equal", "sum", "one", "more"]
 STATEMENT_KINDS: tuple[StatementKind, ...] = ("equal", "sum", "one", "more")
 LOOKS: tuple[Look, ...] = tuple((colour, kind) for colour in COLOURS for kind in KINDS)
 MAX_CAPTIONED = 3  # shapes of a captioned scene
-# Pixels of a 64-pixel drawing. So narrow that the area tells the kind: squares fill 676 to 784 pixels, circles 540 to
+# Pixels of a 64-pixel drawing. So narrow that the area shows the kind: squares fill 676 to 784 pixels, circles 540 to
 # 616, triangles 364 to 420. With 12 to 22 or 20 to 28 pixels the tiny model learned colours and numbers, but no kinds.
 _MIN_SIZE, _MAX_SIZE = 26, 28
 
@@ -61,7 +61,7 @@ def picture_of(scene: Scene, image_size: int = IMAGE_SIZE) -> EncodedImage:
 class Noun:
     """Which shapes a statement is about: those of a colour, or all.
 
-    Not those of a kind: the tiny model tells kinds, but counted those of a kind rightly one time in four.
+    Not those of a kind: the tiny model recognises kinds, but counted the shapes of a kind rightly one time in four.
     """
 
     colour: str = ""

@@ -14,7 +14,7 @@ from rl_vlm.zoo.shapes.environment import COUNT_QUESTION, TRY_AGAIN, format_answ
 
 NUM_BPE_IDS = 464  # of most variants
 
-# Qwen's added tokens in the order of their ids, first those that its tokenizer calls special.
+# Qwen's added tokens in the order of their ids, the special ones first.
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",

@@ -113,16 +113,16 @@ def _listed(rng: Random, texts: Sequence[str]) -> str:
 
 def _asked(rng: Random, answers: Sequence[str], form: Form, key: str) -> str:
     """Says which answers there are, and in which form."""
-    told, say, such_as = list(answers), rng.choice(_LISTS["say"]), rng.choice(_LISTS["such as"])
+    named, say, such_as = list(answers), rng.choice(_LISTS["say"]), rng.choice(_LISTS["such as"])
     if rng.random() < 0.3:
-        rng.shuffle(told)
+        rng.shuffle(named)
     name, kind = rng.choice(_LISTS["placeholders"]).format(key), rng.random()
-    shown, listed = form(name if rng.random() < 0.6 else rng.choice(told)), _listed(rng, told)
+    shown, listed = form(name if rng.random() < 0.6 else rng.choice(named)), _listed(rng, named)
     if "".join(answers) in "ABCDE" and rng.random() < 0.7:  # letters of options
         listed = " ".join(f"{letter}{rng.choice(').:')} {rng.choice(_COMMON)}" for letter in answers)
     if kind < 0.32:
         text = (
-            f"{say} {rng.choice(_LISTS['one of'])} {_listed(rng, [form(one) for one in told])}{rng.choice(['.', ''])}"
+            f"{say} {rng.choice(_LISTS['one of'])} {_listed(rng, [form(one) for one in named])}{rng.choice(['.', ''])}"
         )
     elif kind < 0.52:
         text = f"{listed}{rng.choice(['?', '.', ''])} {say} {such_as} {shown}{rng.choice(['.', '', ''])}"
@@ -168,7 +168,7 @@ def form_dialogue(rng: Random, numbers: np.random.Generator) -> tuple[list[Excha
 
 
 def repeat_dialogue(rng: Random, numbers: np.random.Generator) -> list[Exchange]:
-    """Words, or any characters, to be repeated: every row of the head is told from the others."""
+    """Words, or any characters, to be repeated: every row of the head is set apart from the others."""
     if rng.random() < 0.7:
         said = " ".join(rng.choices(WORDS, k=rng.choice([1, 1, 1, 1, 2, 2, 3, 4, 6])))
     else:

@@ -14,7 +14,7 @@ from rl_vlm.types import EncodedImage
 TOOL = "crop"
 WHOLE = 1000  # coordinates are thousandths of the picture's width and height, as Qwen3-VL writes them
 MIN_SIDE = 10  # thousandths
-MAX_RATIO = 10  # of a crop's sides in pixels: image processors refuse very narrow images
+MAX_RATIO = 10  # of a crop's sides in pixels: image processors reject very narrow images
 _BRIEF = re.compile(r"(?:.*\s)?zoom (top|bottom) (left|right)[\s.]*", re.DOTALL)
 
 
@@ -79,7 +79,7 @@ def cut(picture: Image.Image, crop: Crop, size: int) -> EncodedImage:
 
 
 def _scaled(picture: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """Where it gets smaller, each pixel is the mean of those that fall on it: nothing finer comes through."""
+    """Where it gets smaller, each pixel is the mean of all that fall on it: nothing finer comes through."""
     width, height = box[2] - box[0], box[3] - box[1]
     scale = size / max(width, height)
     resampling = Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC

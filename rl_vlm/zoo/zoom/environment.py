@@ -61,7 +61,7 @@ class ZoomItem:
 def read_item(row: Row) -> ZoomItem:
     answer = row.truth("answer")
     if (value := read_answer(answer).value) is None:
-        raise BadRowError(f"nobody can give the answer {answer[:80]!r}: it is {read_answer(answer).reason}.")
+        raise BadRowError(f"no answer can equal {answer[:80]!r}, which is {read_answer(answer).reason}.")
     return ZoomItem(row.image(row.cells["image"]), row.text("question"), value)
 
 
