@@ -45,34 +45,28 @@ def view(
 @commands.command(epilog="Example: rl-vlm report runs/quickstart --out quickstart.html")
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or URLs of some.")],
-    out: Annotated[Path | None, typer.Option(help="FILE.html, or FILE.eval for Inspect.")] = None,
-    to: Annotated[str | None, typer.Option(help="trackio:PROJECT, or wandb:PROJECT.")] = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.html.")] = None,
+    to: Annotated[str | None, typer.Option(help="wandb:PROJECT.")] = None,
     episodes: Annotated[int, typer.Option(min=1, max=5000, help="How many it holds at most.")] = _EPISODES,
 ) -> None:
-    """Write runs as one HTML file, which opens offline and can be sent: what `rl-vlm view` shows. Or hand the episodes
-    of one run, with their pictures, to another viewer."""
+    """Write runs as one HTML file, which opens offline and can be sent: what `rl-vlm view` shows. Or send the episodes
+    of one run, with their pictures, to Weights & Biases."""
     from rl_vlm.runs.api import load_run
     from rl_vlm.types import UserInputError
     from rl_vlm.view.reader import RunReader
 
     kind, _, project = (to or "").partition(":")
-    if (out is None) == (to is None) or (to and (kind not in ("trackio", "wandb") or not project)):
-        raise UserInputError("Say where the report goes: --out FILE.html, --out FILE.eval, or --to trackio:PROJECT.")
-    if out is not None and out.suffix != ".eval":
+    if (out is None) == (to is None) or (to and (kind != "wandb" or not project)):
+        raise UserInputError("Say where the report goes: --out FILE.html, or --to wandb:PROJECT.")
+    if out is not None:
         from rl_vlm.view.report import write_report
 
         made = write_report(runs, out, episodes)
         size = f"{made['bytes'] / 2**20:.1f} MiB"
         say(f"{made['file']}: {made['episodes']} episodes, {made['pictures']} pictures, {size}")
         return
-    from rl_vlm.view import exports
-
     if len(runs) > 1:
-        raise UserInputError("Give one run: another viewer takes them one by one.")
-    reader = RunReader(load_run(runs[0]))
-    if out is not None:
-        count = exports.write_inspect(reader, out, episodes)
-    else:
-        send = exports.send_trackio if kind == "trackio" else exports.send_wandb
-        count = send(reader, project, episodes)
-    say(f"{out or to}: {count} episodes")
+        raise UserInputError("Give one run: Weights & Biases takes them one by one.")
+    from rl_vlm.view.exports import send_wandb
+
+    say(f"{to}: {send_wandb(RunReader(load_run(runs[0])), project, episodes)} episodes")

@@ -9,6 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+
 from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config
 from rl_vlm.config.loading import of_policy
 from rl_vlm.labelling.teachers import prompts_of
@@ -20,6 +23,7 @@ from rl_vlm.runs.reward_model import RewardModel
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 
+_TEMPLATE = Path(__file__).with_name("card.md")
 _PACKAGES = ("rl-vlm", "torch", "transformers", "peft", "ray", "vllm")
 
 
@@ -36,9 +40,6 @@ def push(run: str | Path, repo: str, *, merge: bool = False, public: bool = Fals
 
     The token is that of `hf auth login` or HF_TOKEN. Raises UserInputError and HubError.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-
     folder = Path(run).expanduser()
     config = load_config(folder / "config.yaml")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-push-") as scratch:
@@ -46,7 +47,7 @@ def push(run: str | Path, repo: str, *, merge: bool = False, public: bool = Fals
         if isinstance(config, PreferenceConfig):
             draft.mkdir()
             RewardModel.load(folder).save(draft)
-            text = reward_card(folder, config, repo)
+            text = _reward_card(folder, config, repo)
         else:
             text = _draft_policy(folder, draft, of_policy(config), repo, merge)
         if (curve := folder / "curve.png").is_file():
@@ -74,7 +75,7 @@ def _draft_policy(folder: Path, draft: Path, config: PolicyConfig, repo: str, me
     else:
         shutil.copytree(trained, draft)
         _name_base(draft / AdapterPayload.CONFIG, config.model.path)
-    return card(folder, config, repo, merge)
+    return _policy_card(folder, config, repo, merge)
 
 
 def _name_base(file: Path, model: str) -> None:
@@ -83,109 +84,71 @@ def _name_base(file: Path, model: str) -> None:
     file.write_text(json.dumps({**content, "base_model_name_or_path": model}, indent=2) + "\n")
 
 
-def card(folder: Path, config: PolicyConfig, repo: str, merged: bool) -> str:
-    """The model card: base, task, algorithm, held-out results, versions, and how to load it."""
+def _card(folder: Path, config: PolicyConfig | PreferenceConfig, repo: str, head: ModelCardData, **content: Any) -> str:
+    """The card: `head` for the hub's search, and `card.md` with the content of this kind of model."""
+    found = {package: _version(package) for package in _PACKAGES}
+    versions = ", ".join(f"{package} {version}" for package, version in found.items() if version)
+    content["facts"] |= {"seed": config.seed, "versions": versions}
+    curve, name = (folder / "curve.png").is_file(), repo.split("/")[-1]
+    return str(ModelCard.from_template(head, str(_TEMPLATE), repo=repo, name=name, curve=curve, **content))
+
+
+def _policy_card(folder: Path, config: PolicyConfig, repo: str, merged: bool) -> str:
+    """The card of a policy: base, task, algorithm, held-out results, versions, and how to load it."""
     base, named = config.model.path, not Path(config.model.path).is_absolute()
-    head: dict[str, Any] = {
-        "library_name": "transformers" if merged else "peft",
-        "pipeline_tag": "image-text-to-text",
-        "tags": ["rl_vlm", "reinforcement-learning", config.algorithm.name],
-        **({"base_model": base} if named and "/" in base else {}),
-    }
-    what, of = "Weights" if merged else "A LoRA adapter", base if named else Path(base).name
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
-    lines += [f"# {repo.split('/')[-1]}", ""]
-    lines += [f"{what} for `{of}`, trained by {config.algorithm.name.upper()} on {config.env.title} with rl_vlm.", ""]
-    lines += ["## Results", "", *_results(folder)]
-    if (folder / "curve.png").is_file():
-        lines += ["", "![Learning curve](curve.png)"]
-    lines += ["", "## Training", "", "| | |", "|---|---|"]
+    head = ModelCardData(
+        library_name="transformers" if merged else "peft",
+        pipeline_tag="image-text-to-text",
+        tags=["rl_vlm", "reinforcement-learning", config.algorithm.name],
+        base_model=base if named and "/" in base else None,
+    )
     facts = {
         "iterations": config.algorithm.iterations,
         "groups × samples": f"{config.rollout.prompts_per_iteration} × {config.rollout.group_size}",
         "learning rate": f"{config.learner.lr:g}",
         "weights": "all" if config.model.train == "full" else f"LoRA, rank {config.model.lora.rank}",
-        "seed": config.seed,
-        "versions": ", ".join(filter(None, map(_version, _PACKAGES))),
     }
-    lines += [f"| {name} | {value} |" for name, value in facts.items()]
-    use = (_USE_MERGED if merged else _USE_ADAPTER).format(repo=repo, base=base)
-    return "\n".join([*lines, "", "## Use", "", use, ""])
+    return _card(
+        folder, config, repo, head, kind="model" if merged else "adapter", facts=facts, results=_results(folder),
+        base=base, of=base if named else Path(base).name, algorithm=config.algorithm.name.upper(),
+        task=config.env.title,
+    )  # fmt: skip
 
 
-def reward_card(folder: Path, config: PreferenceConfig, repo: str) -> str:
+def _reward_card(folder: Path, config: PreferenceConfig, repo: str) -> str:
     """The card of a reward model: task, labels, accuracy, versions, and how to load it."""
     preference, progress = config.preference, Run(folder).progress
-    head = ["---", "library_name: rl_vlm", 'tags: ["rl_vlm", "reward-model", "preferences"]', "---", ""]
+    model = preference.reward_model
     facts = {
         "goal": prompts_of(preference.labels, config.env.id).goal,
         "labels": f"{preference.labels.source}, {preference.max_feedback} at most",
-        "model": f"{preference.reward_model.size} × {preference.reward_model.architecture}, "
-        f"pictures of {preference.image_size} × {preference.image_size}",
-        "seed": config.seed,
-        "versions": ", ".join(filter(None, map(_version, _PACKAGES))),
+        "model": f"{model.size} × {model.architecture}, pictures of {preference.image_size} × {preference.image_size}",
     }
     for name, column in (("accuracy on its labels", "reward_model/accuracy"), ("labels that agree", "labels/accuracy")):
         if column in progress and len(values := progress[column].dropna()):
             facts[name] = f"{values.iloc[-1]:.3f}"
-    lines = [
-        f"# {repo.split('/')[-1]}",
-        "",
-        f"A reward model for {config.env.id}, learned from preferences with rl_vlm.",
-    ]
-    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
-    if (folder / "curve.png").is_file():
-        lines += ["", "![Learning curve of the policy that it rewarded](curve.png)"]
-    return "\n".join([*head, *lines, "", "## Use", "", _USE_REWARD.format(repo=repo), ""])
+    head = ModelCardData(library_name="rl_vlm", tags=["rl_vlm", "reward-model", "preferences"])
+    return _card(folder, config, repo, head, kind="reward", facts=facts, task=config.env.id)
 
 
-def _results(folder: Path) -> list[str]:
+def _results(folder: Path) -> list[list[str]]:
     """A row per variant: accuracy on the held-out split with its interval of 95 %, before and after."""
     rows = Run(folder).evaluations.to_dict("records")
     if not rows:
-        return ["The run made no evaluation."]
-    first, last = rows[0], rows[-1]
-    names = [key.removeprefix("accuracy/") for key in last if key.startswith("accuracy/")]
-    table = ["| held-out accuracy | before | after | items |", "|---|---|---|---|"]
-    for name in names:
-        before, after = (
-            f"{row[f'accuracy/{name}']:.3f} [{row[f'accuracy_low/{name}']:.3f}, {row[f'accuracy_high/{name}']:.3f}]"
-            for row in (first, last)
-        )
-        table.append(f"| {name} | {before} | {after} | {last.get(f'items/{name}', '')} |")
-    return table
+        return []
+
+    def accuracy(row: dict[str, Any], name: str) -> str:
+        return f"{row[f'accuracy/{name}']:.3f} [{row[f'accuracy_low/{name}']:.3f}, {row[f'accuracy_high/{name}']:.3f}]"
+
+    names = [key.removeprefix("accuracy/") for key in rows[-1] if key.startswith("accuracy/")]
+    return [
+        [name, accuracy(rows[0], name), accuracy(rows[-1], name), str(rows[-1].get(f"items/{name}", ""))]
+        for name in names
+    ]
 
 
-def _version(package: str) -> str:
+def _version(package: str) -> str | None:
     try:
-        return f"{package} {version(package)}"
+        return version(package)
     except PackageNotFoundError:
-        return ""
-
-
-_USE_REWARD = """```python
-from huggingface_hub import snapshot_download
-from PIL import Image
-import rl_vlm
-
-model = rl_vlm.RewardModel.load(snapshot_download("{repo}"))
-print(model.score([Image.open("picture.png")]))
-```"""
-
-_USE_ADAPTER = """```python
-from peft import PeftModel
-from transformers import AutoModelForImageTextToText
-
-model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("{base}"), "{repo}")
-```
-
-`vllm serve {base} --enable-lora --lora-modules policy={repo}` serves it, and so does rl_vlm:
-`rl-vlm serve {base} --adapter FOLDER`, with the folder that `hf download {repo}` prints."""
-
-_USE_MERGED = """```python
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-model, processor = AutoModelForImageTextToText.from_pretrained("{repo}"), AutoProcessor.from_pretrained("{repo}")
-```
-
-`vllm serve {repo}` and `rl-vlm serve {repo}` serve it."""
+        return None

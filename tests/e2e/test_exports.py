@@ -1,4 +1,4 @@
-"""`rl-vlm report` to other viewers, each with its own package in an environment of its own."""
+"""`rl-vlm report` to Weights & Biases, whose package is in an environment of its own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import pytest
 from runs import environment
 from test_quickstart import run_dir  # noqa: F401  # the quickstart that CI has made, or one of its own
 
-PACKAGES = ("inspect-ai", "trackio", "wandb")
-
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the viewers' packages, and those of this environment behind them."""
-    folder = tmp_path_factory.mktemp("viewers")
+    """With its package, and those of this environment behind them."""
+    folder = tmp_path_factory.mktemp("wandb")
     subprocess.run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, folder], check=True)
     found = folder / "bin" / "python"
     subprocess.run(
-        [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", found, *PACKAGES], check=True, timeout=600
+        [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", found, "wandb"], check=True, timeout=600
     )
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "ours.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
@@ -29,30 +27,15 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, folder: Path, *command: str) -> str:
-    there = environment(
-        WANDB_MODE="offline", TRACKIO_DIR=str(folder), HOME=str(folder), PYTHONPATH=str(Path(__file__).parents[2])
-    )
+    there = environment(WANDB_MODE="offline", HOME=str(folder), PYTHONPATH=str(Path(__file__).parents[2]))
     done = subprocess.run([python, *command], cwd=folder, env=there, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.acceptance
-def test_other_viewers_take_the_episodes_with_their_pictures(run_dir: Path, python: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_weights_and_biases_takes_the_episodes_with_their_pictures(run_dir: Path, python: Path, tmp_path: Path) -> None:  # noqa: F811
     report = ("-m", "rl_vlm.cli", "report", str(run_dir), "--episodes", "20")
-    run(python, tmp_path, *report, "--out", "run.eval")
-    read = (
-        "import json; from inspect_ai.log import read_eval_log; log = read_eval_log('run.eval', resolve_attachments=True); one = log.samples[0]; "
-        "print(json.dumps({'status': log.status, 'count': len(log.samples), 'kinds': [part.type for part in one.messages[0].content], "
-        "'image': one.messages[0].content[0].image[:22], 'roles': [m.role for m in one.messages], 'scores': sorted(one.scores)}))"
-    )
-    assert json.loads(run(python, tmp_path, "-c", read)) == {
-        "status": "success", "count": 20, "kinds": ["image", "text"], "image": "data:image/png;base64,", "roles": ["user", "assistant"],
-        "scores": ["correct", "reward"],
-    }  # fmt: skip
-    assert "20 episodes" in run(python, tmp_path, *report, "--to", "trackio:shapes")
-    pictures = [path for path in tmp_path.rglob("*.png") if "wandb" not in path.parts]
-    assert len(pictures) >= 10
     assert "20 episodes" in run(python, tmp_path, *report, "--to", "wandb:shapes")
     # What is uploaded with the table waits in W&B's own folder.
     staged = [path.read_bytes() for path in (tmp_path / ".local/share/wandb/artifacts/staging").iterdir()]
