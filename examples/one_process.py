@@ -20,10 +20,10 @@ from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater, Strategy, lr_factor, make_optimizer, scale_lr
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Completion, GenerationRequest, Split, TrajectoryGroup
 
 

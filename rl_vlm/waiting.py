@@ -1,16 +1,12 @@
-"""Waiting: for all coroutines or none, for calls that are tried again, and for those that may hang."""
+"""Waiting for all coroutines or none, and for calls that are tried again."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -40,39 +36,3 @@ def retried(call: Callable[[], T], errors: tuple[type[Exception], ...], seconds:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-# Calls that may hang, and the end of a process in which one does: Python would wait for it.
-
-hung_calls: list[tuple[str, threading.Event]] = []  # what does not end within its deadline; set if it ends after all
-
-
-def within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """The result of a call that knows no deadline. TimeoutError leaves its thread, `what` it does, behind."""
-    answer: Future[T] = Future()
-    ended = threading.Event()
-
-    def work() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)  # raised where it is waited for
-        finally:
-            ended.set()
-
-    threading.Thread(target=work, name=what, daemon=True).start()
-    if not ended.wait(seconds):
-        hung_calls.append((what, ended))
-        raise TimeoutError(f"{what} did not end within {seconds:g} s")
-    return answer.result()
-
-
-def leave(code: int) -> NoReturn:
-    """End the process with this code; at once where a thread hangs, else as Python ends."""
-    hung = [what for what, ended in hung_calls if not ended.is_set()]
-    if not hung:
-        sys.exit(code)
-    print(f"rl-vlm: {hung[0]} still hangs; it is left behind.", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -18,7 +18,7 @@ from rl_vlm import tracing
 from rl_vlm.algorithms.learners import Learners, RunnerGroup
 from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
-from rl_vlm.config.section import claim
+from rl_vlm.config.resources import claim
 from rl_vlm.envs.loading import load_plugins
 from rl_vlm.imports import replaced
 from rl_vlm.machine import available_memory

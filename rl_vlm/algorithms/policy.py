@@ -43,15 +43,16 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.numerics import derive_seed, mean_kl
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import EnvRunners
 from rl_vlm.rollout.tasks import TaskStream
+from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.service import PolicyService, start_service
+from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 

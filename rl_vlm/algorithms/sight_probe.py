@@ -20,8 +20,8 @@ from rl_vlm.evaluation.sight_faults import (
     learner_is_blind,
 )
 from rl_vlm.learning.update import UnfitImagesError
-from rl_vlm.numerics import mean_kl
 from rl_vlm.rollout.tasks import View
+from rl_vlm.statistics import mean_kl
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:

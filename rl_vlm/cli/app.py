@@ -13,7 +13,7 @@ import typer
 
 from rl_vlm.cli import envs, evaluation, labels, recipes, reference, runs, show, tools, view
 from rl_vlm.cli.output import error_report, log_to_stderr, say
-from rl_vlm.waiting import leave
+from rl_vlm.deadlines import exit_process
 
 app = typer.Typer(
     name="rl-vlm",
@@ -46,7 +46,7 @@ def _root(
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point of `rl-vlm`."""
-    leave(run(argv))
+    exit_process(run(argv))
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from rl_vlm.config.loading import (
     parse_config,
     save_config,
 )
+from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import (
     PreferenceConfig,
@@ -34,7 +35,7 @@ from rl_vlm.config.rollout import (
     RewardSection,
     RolloutSection,
 )
-from rl_vlm.config.section import LoggingSection, Section
+from rl_vlm.config.section import Section
 from rl_vlm.config.serving import (
     AutoscalingSection,
     HTTPSection,

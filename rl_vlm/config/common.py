@@ -10,7 +10,9 @@ from typing import Any
 from pydantic import Field
 
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.config.section import Name, Plugin, ResourcesSection, Section, TrainLogging
+from rl_vlm.config.logging import TrainLogging
+from rl_vlm.config.resources import ResourcesSection
+from rl_vlm.config.section import Name, Plugin, Section
 from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSection
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from rl_vlm.config.common import CommonConfig
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
+from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.rollout import (
     CurriculumSection,
     EnvSection,
@@ -17,7 +18,6 @@ from rl_vlm.config.rollout import (
     RolloutSection,
     SightSection,
 )
-from rl_vlm.config.section import LoggingSection
 from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")

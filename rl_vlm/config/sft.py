@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from rl_vlm.config.learner import OptimizerSection
-from rl_vlm.config.section import Count, Name, Natural, PlainLogging, Positive, Section
+from rl_vlm.config.logging import PlainLogging
+from rl_vlm.config.section import Count, Name, Natural, Positive, Section
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE, TrainedModelSection
 
 

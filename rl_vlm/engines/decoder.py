@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_vlm.batches import in_batches
 from rl_vlm.engines.base import EngineError, NewTokens, expand_prompt, naming
 from rl_vlm.engines.grammars import Grammars, forbidden_tokens
 from rl_vlm.engines.model_text import ModelText
@@ -35,7 +36,7 @@ from rl_vlm.models.families.qwen_vl import rolled_sin, rotate
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.kernels import causal_attention, last_token_attention, rms_norm
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
-from rl_vlm.numerics import in_batches, uniforms
+from rl_vlm.seeding import uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, TopLogprobs, UserInputError
 
 # Qwen's language model is written out here for generation. transformers' modules spend much time outside arithmetic:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from rl_vlm.envs.errors import Info, StepResult, as_reward
-from rl_vlm.numerics import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
 if TYPE_CHECKING:  # a file of one environment needs no pyarrow

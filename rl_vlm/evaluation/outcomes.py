@@ -15,10 +15,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.files import append_whole, open_own, to_jsonable, whole_lines
-from rl_vlm.numerics import bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 from rl_vlm.rollout.episodes import Conversation
 from rl_vlm.rollout.metrics import Metrics, declared_metrics, judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError
 
 Side = Literal["policy", "against"]

@@ -11,10 +11,10 @@ from rl_vlm.asking import Answer, Ask, Question, ask_again
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
-from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
 from rl_vlm.rollout.episodes import Conversation, all_ended, viewed, viewed_opening
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message, RLVLMError, images_of
 from rl_vlm.waiting import all_or_none
 

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
+from rl_vlm.deadlines import hung_calls
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import describe_error
@@ -30,7 +31,6 @@ from rl_vlm.envs.remote import FRAME
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.gate import BODY, Gate, RequestError
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
-from rl_vlm.waiting import hung_calls
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
 _CLOSE_S = 3.0

@@ -32,8 +32,8 @@ from rl_vlm.http.schema import (
     Tool,
 )
 from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, TextSide, shrunk
-from rl_vlm.numerics import derive_seed
 from rl_vlm.safe_text import one_line
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Grammar, Message, SamplingParams, UserInputError, as_rgb
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wrong about the media type

@@ -27,8 +27,8 @@ from rl_vlm.config import LabelsSection
 from rl_vlm.config.loading import explain, load_yaml_file
 from rl_vlm.config.section import Section
 from rl_vlm.labelling.store import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
-from rl_vlm.numerics import derive_seed
 from rl_vlm.safe_text import without_thoughts
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.waiting import all_or_none
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_vlm.batches import in_batches
 from rl_vlm.learning.estimators import turn_lengths
 from rl_vlm.models.images import ImageLayout
-from rl_vlm.numerics import in_batches
 from rl_vlm.types import EncodedImage, Trajectory
 
 if TYPE_CHECKING:

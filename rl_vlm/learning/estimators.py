@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from rl_vlm.config.learner import AlgorithmSection
-from rl_vlm.numerics import are_equal
 from rl_vlm.registry import Registry
+from rl_vlm.statistics import are_equal
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
 
 

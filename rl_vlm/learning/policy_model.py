@@ -21,7 +21,7 @@ from rl_vlm.models.kernels import use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
-from rl_vlm.numerics import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
 HEAD = "head."  # names of the head's tensors, among those of the critic's adapter

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from rl_vlm.batches import in_batches
 from rl_vlm.config import LearnerSection, OptimizerSection, PolicyConfig, SFTConfig
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.envs.images import blanked, resized
@@ -23,7 +24,6 @@ from rl_vlm.learning.losses import LOSSES, Allowed, Entropy, TokenBatch, kl_esti
 from rl_vlm.learning.plan import Scores, TokenRecord, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.models.families.generic import Backbone
-from rl_vlm.numerics import in_batches
 from rl_vlm.types import EncodedImage, RLVLMError, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.files import whole_lines, write_atomic
-from rl_vlm.numerics import student_half_width
+from rl_vlm.statistics import student_half_width
 from rl_vlm.types import UserInputError
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"

@@ -13,7 +13,8 @@ import numpy as np
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
-from rl_vlm.numerics import derive_seed, wilson_interval
+from rl_vlm.seeding import derive_seed
+from rl_vlm.statistics import wilson_interval
 from rl_vlm.types import RLVLMError, UserInputError
 
 MakeEnv = Callable[[], ControlEnv]

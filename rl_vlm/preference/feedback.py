@@ -35,9 +35,9 @@ from rl_vlm.labelling.store import (
     true_return,
 )
 from rl_vlm.models.devices import driver_device
-from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import Examples, RewardEnsemble
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import RLVLMError, UserInputError
 
 logger = logging.getLogger(__name__)

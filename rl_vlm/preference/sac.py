@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from rl_vlm.config import SACSection
 from rl_vlm.models.kernels import FastLinear
-from rl_vlm.numerics import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
 # SAC's networks and its policy, a squashed Gaussian. Plain torch.

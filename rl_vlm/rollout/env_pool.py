@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, Literal
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.deadlines import hung_calls
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step, describe_error
 from rl_vlm.envs.registry import make_part
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
-from rl_vlm.waiting import hung_calls
 
 
 @dataclass(slots=True)

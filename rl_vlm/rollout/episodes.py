@@ -19,9 +19,9 @@ from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.envs.images import blanked, replaced
 from rl_vlm.models.images import TextSide
-from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError, discard_on_failure, reason_of
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
     EncodedImage,

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.numerics import are_equal
 from rl_vlm.rollout.sampler import (
     RESTART_GRACE_S,
     STOP_CHECK_S,
@@ -20,6 +19,7 @@ from rl_vlm.rollout.sampler import (
     SamplingError,
 )
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream, merged
+from rl_vlm.statistics import are_equal
 from rl_vlm.tracing import Span, traceparent
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 

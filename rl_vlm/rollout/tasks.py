@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.numerics import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.tracing import Span
 from rl_vlm.types import Split, TrajectoryGroup, UserInputError
 

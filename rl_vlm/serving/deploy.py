@@ -13,12 +13,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
 from rl_vlm.config import CommonConfig, ServingSection
-from rl_vlm.config.section import claim
+from rl_vlm.config.resources import claim
+from rl_vlm.deadlines import call_with_deadline
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import SHARED_NAMESPACE, app_name
 from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
-from rl_vlm.waiting import retried, within
+from rl_vlm.waiting import retried
 
 _DELETE_S = 90.0  # Serve itself waits for 60
 _HEALTH_CHECK_S = 5.0
@@ -75,12 +76,12 @@ def start_serve(timeout_s: float) -> None:
 def delete_application(name: str) -> None:
     """Delete an application of Serve and wait for its end. Raises what Serve raises, and TimeoutError also where it
     does not answer, as on a node that is dying."""
-    within(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
+    call_with_deadline(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
 
 
 def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
     """Serve's view of an application; None where it is not there. Raises TimeoutError where Serve does not answer."""
-    return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
+    return call_with_deadline(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
 
 
 def wait_for_replicas(

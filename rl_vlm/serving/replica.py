@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.serve._private import replica
 
+from rl_vlm.batches import in_batches
 from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.machine import available_memory
@@ -25,7 +26,6 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.numerics import in_batches
 from rl_vlm.serving.counters import ReplicaTally
 from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
 from rl_vlm.serving.follower import Follower, NotLoadedError

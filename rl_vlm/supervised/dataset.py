@@ -12,7 +12,7 @@ from rl_vlm.config import SFTConfig
 from rl_vlm.envs.data import DataTable
 from rl_vlm.envs.sources import reject_shared_rows, split_slice
 from rl_vlm.models.images import TextSide
-from rl_vlm.numerics import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.supervised.conversations import ConversationEncoder, SFTConversation
 from rl_vlm.supervised.sources import has_split, open_conversations
 from rl_vlm.types import Trajectory, UserInputError

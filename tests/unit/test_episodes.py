@@ -23,10 +23,10 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.images import TextSide
-from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
     EncodedImage,

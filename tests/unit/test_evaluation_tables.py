@@ -34,10 +34,10 @@ from rl_vlm.evaluation.outcomes import (
 from rl_vlm.evaluation.plain_generate import PlainGenerate
 from rl_vlm.files import to_jsonable
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.numerics import are_equal, bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page
 from rl_vlm.rollout.episodes import Conversation
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.statistics import are_equal, bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 from rl_vlm.types import (
     GenerationRequest,
     Message,

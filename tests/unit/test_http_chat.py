@@ -28,8 +28,8 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.replies import ReplyText
 from rl_vlm.models.images import TextSide
-from rl_vlm.numerics import derive_seed
 from rl_vlm.safe_text import without_thoughts
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SamplingParams
 
 TABLES = table("http_requests")

@@ -102,7 +102,7 @@ def test_serve_ends_at_once_while_it_imports() -> None:
 _SCRIPT = """
 import asyncio, time
 from rl_vlm.envs.errors import EnvTimeoutError
-from rl_vlm.waiting import leave
+from rl_vlm.deadlines import exit_process
 from rl_vlm.rollout.env_pool import EnvPool
 
 class Env:
@@ -123,7 +123,7 @@ async def play():
 
 asyncio.run(play())
 print("results are written")
-leave(3)
+exit_process(3)
 """
 
 
@@ -137,12 +137,12 @@ def test_a_command_does_not_wait_for_an_environment_that_hangs() -> None:
 def test_a_call_without_an_end_is_left_behind_with_the_process() -> None:
     script = """
 import threading
-from rl_vlm.waiting import leave, within
+from rl_vlm.deadlines import call_with_deadline, exit_process
 try:
-    within(0.2, "waiting for ever", threading.Event().wait)
+    call_with_deadline(0.2, "waiting for ever", threading.Event().wait)
 except TimeoutError as error:
     print(error)
-leave(4)
+exit_process(4)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (4, "waiting for ever did not end within 0.2 s\n")

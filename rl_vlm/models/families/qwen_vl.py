@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from rl_vlm.batches import in_batches
 from rl_vlm.models.families import WRITTEN_OUT, text_model
 from rl_vlm.models.families.generic import Backbone, ImageFeatures
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.kernels import rms_norm
 from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.numerics import in_batches
 from rl_vlm.types import EncodedImage
 
 _VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}

@@ -15,7 +15,7 @@ from rl_vlm.control_envs.gymnasium_env import make_gymnasium, picture_of
 from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.numerics import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.control.words import METAWORLD, choose_words, read_word
 from rl_vlm.zoo.drawing import split_of_hash

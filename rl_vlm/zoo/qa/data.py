@@ -15,8 +15,8 @@ from rl_vlm.envs.errors import plain_values
 from rl_vlm.envs.messages import Picture, RawTurn, check_order, read_turns, with_images
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.sources import DataSource
-from rl_vlm.numerics import derive_seed
 from rl_vlm.rewards.truths import bare_truth
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Message, Split, UserInputError
 
 Part = Literal["image", "question", "answer"]

@@ -1,46 +1,10 @@
-"""Random numbers and seeds as hashes of integers, such as (run, iteration, group, sample, turn), and small helpers."""
+"""Intervals, tests and estimates of samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 import numpy as np
-
-T = TypeVar("T")
-
-_MASK = (1 << 64) - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def splitmix64(x: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finaliser, a bijective hash of uint64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    with np.errstate(over="ignore"):
-        x = x + _GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))
-
-
-def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Uniform float64 in [0, 1) for each (seed, step), both uint64 [R], whatever else is in the batch."""
-    with np.errstate(over="ignore"):
-        mixed = splitmix64(splitmix64(seeds) ^ (steps * _GOLDEN))
-    return np.asarray((mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed."""
-    # SplitMix64 on plain integers: for single numbers numpy's call overhead would dominate.
-    state = 0
-    for part in parts:
-        state = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
-
 
 _RESAMPLES = 9999
 _ROUNDING = 1e-12  # of sums of some hundred float64
@@ -101,15 +65,3 @@ def student_half_width(values: np.ndarray) -> np.ndarray:
 
     runs = len(values)
     return np.asarray(student_t.ppf(0.975, runs - 1) * values.std(0, ddof=1) / math.sqrt(runs))
-
-
-def in_batches(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """The items, in order, in batches that each take the next item while it `fits`; one item always does."""
-    batch: list[T] = []
-    for item in items:
-        if batch and not fits(batch, item):
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
