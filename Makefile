@@ -11,14 +11,14 @@ STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
 # What a run needs, without what only tests need; what the tests need serves as well.
 RUN_STAMP := $(VENV)/installed-$(if $(findstring gpu,$(REQUIREMENTS)),run-gpu,run).txt
 TEST := $(BIN)/python -m pytest -q
-UNIT := $(TEST) -n auto --dist loadfile tests/unit
-SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
+# Tests of one file, or of one real thing, share a process; the long ones of tests/e2e come first.
+SHARED := $(TEST) -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
 
 # Containers often set it. Each process would compile torch, transformers and Ray anew: a run's start would take twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit docs page sbom dist clean
+.PHONY: help install quickstart test lowest unit real slow lint acceptance drills requirements audit docs page sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -52,15 +52,17 @@ lint: install ## Check style, spelling, types and which way imports point
 	$(BIN)/lint-imports --no-cache
 
 unit: install ## Tests without Ray, in minutes
-	$(UNIT) -m "not acceptance"
+	$(TEST) -n auto --dist loadfile -m "not slow and not acceptance" tests/unit tests/security
 
-security: install ## What hostile clients, files, endpoints and environments do
-	$(SECURITY)
+# Ray starts its workers at priority 15 unless it is given another, which is below that of the tests beside them.
+real slow: export RAY_worker_niceness = 0
+real: install ## Each real thing once: the quickstart run, a server, vLLM, a preference run, actors that are killed
+	$(SHARED) -m "real and not slow and not acceptance" tests/e2e tests/integration
 
-test: lint ## Lint, types, and the tests that CI runs (both engines, one real learning run)
-	$(UNIT) -m "not acceptance"
-	$(SECURITY)
-	$(TEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not acceptance" --durations=25 tests/e2e tests/integration
+test: lint unit real ## All of these three: ten minutes on two cores
+
+slow: install ## Everything else that is no acceptance test: model families, strategies, recipes, fuzzing, the browser
+	$(SHARED) -m slow tests/e2e tests/integration tests/security tests/unit
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests
@@ -86,7 +88,7 @@ lowest: install ## The unit tests and the exactness check with the oldest packag
 	$(BIN)/uv venv --quiet --clear --python 3.11 $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python -r $(VENV)/lowest.txt
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps .
-	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not acceptance" \
+	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadgroup tests/unit -m "not acceptance" \
 		--ignore tests/unit/test_cluster_manifests.py --ignore tests/unit/test_gpu_settings.py # want kustomize, vLLM
 	$(LOWEST)/bin/python benchmarks/gpu/correctness.py --size tiny
 

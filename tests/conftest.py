@@ -19,10 +19,21 @@ os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "60")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
+# Folders whose tests start Ray, servers, browsers or commands. What `make test` runs of them is marked `real`.
+REAL_THINGS = {"e2e", "integration", "drills"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects, and before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "RL_VLM_FIRST_CASES" in os.environ:  # of each test one case is enough on another Python
-        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
-        items.reverse()
+    """Of real things all tests are slow but those marked `real`; a file's tests, or those of one real thing, stay in one worker."""
+    for item in items:
+        group, real = item.path.stem, item.get_closest_marker("real")
+        if item.get_closest_marker("slow") is None and item.get_closest_marker("acceptance") is None:
+            if real is not None:
+                (group,) = real.args
+            elif item.path.parent.name in REAL_THINGS:
+                item.add_marker("slow")
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

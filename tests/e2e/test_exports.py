@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from runs import environment
-from test_quickstart import run_dir  # noqa: F401  # the quickstart that CI has made, or one of its own
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,10 @@ def run(python: Path, folder: Path, *command: str) -> str:
 
 
 @pytest.mark.acceptance
-def test_weights_and_biases_takes_the_episodes_with_their_pictures(run_dir: Path, python: Path, tmp_path: Path) -> None:  # noqa: F811
-    report = ("-m", "rl_vlm.cli", "report", str(run_dir), "--episodes", "20")
+def test_weights_and_biases_takes_the_episodes_with_their_pictures(
+    quickstart_run: Path, python: Path, tmp_path: Path
+) -> None:
+    report = ("-m", "rl_vlm.cli", "report", str(quickstart_run), "--episodes", "20")
     assert "20 episodes" in run(python, tmp_path, *report, "--to", "wandb:shapes")
     # What is uploaded with the table waits in W&B's own folder.
     staged = [path.read_bytes() for path in (tmp_path / ".local/share/wandb/artifacts/staging").iterdir()]

@@ -15,6 +15,7 @@ from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA, ROOT, TrainingProcess, 
 ONE_LEARNER_ACTOR = ("learner.num_learners=1", "learner.cpus_per_learner=0.25", "logging.checkpoint_every=10")
 
 
+@pytest.mark.real("killed actors")
 def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
     # A checkpoint after every iteration: the learner is as likely to die while one is made as anywhere else.
     short = ("algorithm.iterations=50", "evaluation.num_items=64", "logging.checkpoint_every=1")

@@ -18,6 +18,7 @@ from core_support import adapted_policy
 from PIL import Image
 from runs import REPLICA, ServeProcess
 
+pytestmark = pytest.mark.real("server")
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 # Seconds of work on any machine: hot samples of a random adapter end their turns rarely, and these are many.
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, "n": 256}

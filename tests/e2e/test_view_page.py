@@ -22,7 +22,6 @@ from hostile import BIDI, PAYLOADS, write_hostile_run
 from PIL import Image
 from playwright.sync_api import Browser
 from runs import ROOT, environment, rl_vlm
-from test_quickstart import run_dir  # noqa: F401  # the quickstart that CI has made, or one of its own
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +31,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def places(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def places(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the quickstart's run and a hostile one."""
     folder = tmp_path_factory.mktemp("runs")
-    shutil.copytree(run_dir, folder / "quickstart", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(quickstart_run, folder / "quickstart", ignore=shutil.ignore_patterns("checkpoints"))
     write_hostile_run(folder / "hostile")
     return folder
 
@@ -95,6 +94,7 @@ def test_the_keyboard_reaches_everything(opened: Opened, address: str) -> None:
         assert len(set(map(str, wanted)) - reached) <= 0.1 * len(wanted), place
 
 
+@pytest.mark.real("quickstart")
 def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, address: str) -> None:
     listed = answer(address, "runs/quickstart/episodes")
     rng = random.Random(0)
@@ -199,6 +199,7 @@ def test_a_hostile_report_is_as_harmless(browser: Browser, places: Path, tmp_pat
     page.close()
 
 
+@pytest.mark.real("quickstart")
 def test_a_report_opens_without_a_server(browser: Browser, places: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     done = rl_vlm("report", places / "quickstart", "--out", out, "--episodes", 200)
@@ -246,6 +247,7 @@ def test_beyond_loopback_the_address_lets_the_browser_in(browser: Browser, place
         page.close()
 
 
+@pytest.mark.real("quickstart")
 def test_a_program_reads_what_the_page_shows(address: str) -> None:
     """The sequence of docs/view.md: which run, which episodes, one of them."""
     run = next(line for line in answer(address, "runs")["runs"] if line["name"] == "quickstart")

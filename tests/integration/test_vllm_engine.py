@@ -50,7 +50,7 @@ from rl_vlm.types import (
     UserInputError,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.real("vllm")]
 
 PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them
 TOLERANCE = 1e-4
@@ -84,7 +84,7 @@ def text(model: Path) -> TextSide:
 
 @pytest.fixture(scope="module")
 def owner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """Another process with an engine, which starts while the other tests run."""
+    """Another process with an engine."""
     script = tmp_path_factory.mktemp("owner") / "owner.py"
     script.write_text(OWNER)
     process = subprocess.Popen([sys.executable, str(script), str(model)], stdout=subprocess.PIPE, text=True)
@@ -94,8 +94,7 @@ def owner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sub
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, owner: subprocess.Popen[str]) -> Iterator[VLLMEngine]:
-    del owner  # only started
+def engine(model: Path) -> Iterator[VLLMEngine]:
     limits = {"min_pixels": PIXELS.minimum, "max_pixels": PIXELS.maximum}
     engine = VLLMEngine(model, vllm_config(1024, rank=8, **limits))
     yield engine
@@ -526,6 +525,7 @@ def test_the_engine_core_and_the_files_are_gone_after_close(engine: VLLMEngine, 
     assert not engine.dead  # closed is not dead
 
 
+@pytest.mark.slow
 def test_the_engine_core_dies_with_a_killed_owner(owner: subprocess.Popen[str]) -> None:
     assert owner.stdout is not None
     root = Path(owner.stdout.readline().strip())
@@ -538,6 +538,7 @@ def test_the_engine_core_dies_with_a_killed_owner(owner: subprocess.Popen[str]) 
     assert not root.exists()
 
 
+@pytest.mark.slow
 def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
     engine = VLLMEngine(model, vllm_config(1024, rank=8))
 
@@ -557,6 +558,7 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
     asyncio.run(kill_while_busy())
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(model: Path) -> None:
     with pytest.raises(EngineError, match="max_model_len"):
         VLLMEngine(model, vllm_config(1_000_000))
