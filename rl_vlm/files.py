@@ -146,7 +146,7 @@ def whole_lines(path: str | Path) -> list[bytes]:
 
 
 class AppendedFile:
-    """A file that is appended to. What a full disk refused is kept, and written with the next entry."""
+    """A file that is appended to. What a full disk did not take is kept, and written with the next entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

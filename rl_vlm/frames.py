@@ -32,7 +32,7 @@ class PeerGoneError(Exception):
 
 
 class Channel:
-    """A pair of pipe ends. `alive` tells a waiting side that the peer died while other processes hold its pipe open."""
+    """A pair of pipe ends. By `alive` a waiting side sees that the peer died, although others hold its pipe open."""
 
     def __init__(self, read_fd: int, write_fd: int, alive: Callable[[], bool] | None = None) -> None:
         self._read_fd, self._write_fd, self._alive = read_fd, write_fd, alive
@@ -109,7 +109,7 @@ def unpack_frame(data: bytes) -> Frame:
         return part
 
     frame = _read_frame(read)
-    if more := len(data) - rest.tell():
+    if more := len(rest.read()):
         raise FrameError(f"{more} bytes follow a frame")
     return frame
 

@@ -62,6 +62,6 @@ def _numbers(*files: Path) -> list[int]:
 
 def _cached(folder: Path) -> int:
     """Bytes of files in memory, which the kernel gives up when it needs them."""
-    with suppress(OSError):  # it is not told here
+    with suppress(OSError):  # not every system has this file
         return sum(map(int, re.findall(r"(?m)^(?:in)?active_file (\d+)", (folder / "memory.stat").read_text())))
     return 0

@@ -17,7 +17,7 @@ _MAX_ROWS = 32  # characters of a picture's height
 
 
 def draws_pictures(console: Console) -> bool:
-    """Whether the console is a terminal with colours that tells its size."""
+    """Whether the console is a terminal with colours and a known size."""
     if not console.is_terminal or console.color_system is None:
         return False
     try:

@@ -158,7 +158,7 @@ def rollout(
         raise UserInputError(f"--top-p is {top_p}: it must be above 0 and at most 1.")
     trained = find_trained(adapter, _source(config, adapter, run_dir))
     summary = play.rollout(
-        run, adapter=trained, episodes=episodes, sampling=sampling, out=out, tell=_show if show else None
+        run, adapter=trained, episodes=episodes, sampling=sampling, out=out, show=_show if show else None
     )
     say(json.dumps({"summary": summary}))
 

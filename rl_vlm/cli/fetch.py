@@ -52,9 +52,9 @@ def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
 
 
 # The data sets of the environments by short name, each a folder of train.parquet and test.parquet for `env.data`. Rows
-# are streamed from the hub, so only those that are asked for are read.
+# are streamed from the hub, so only the wanted ones are read.
 
-MAX_ROWS = 2000  # of each split, unless told otherwise
+MAX_ROWS = 2000  # of each split, by default
 _PATIENCE_S = 20.0  # for the hub's first answer
 _BATCH = 64  # rows of a row group
 _MAX_IMAGE_BYTES = 20 * 2**20

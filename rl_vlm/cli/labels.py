@@ -36,7 +36,7 @@ def label(
     generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,
     no_logprobs: Annotated[
-        bool, typer.Option("--no-logprobs", help="Do not ask the endpoint for log-probabilities, which some refuse.")
+        bool, typer.Option("--no-logprobs", help="Do not ask the endpoint for log-probabilities, which some reject.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
     overwrite: Overwrite = False,
@@ -76,7 +76,7 @@ def import_labels(
     observations: Annotated[int, typer.Option(min=1, help="Numbers in an observation; the actions follow them.")],
     image_size: Annotated[int | None, typer.Option(min=8, help="Resize the pictures to this many pixels.")] = None,
 ) -> None:
-    """Convert RL-VLM-F's label caches. Pickles may run code: this reader takes plain arrays and refuses all else."""
+    """Convert RL-VLM-F's label caches. Pickles may run code: this reader takes plain arrays and rejects all else."""
     from rl_vlm.labelling.import_labels import import_labels as convert
 
     sessions, pairs = convert(source, target, observation_size=observations, image_size=image_size)

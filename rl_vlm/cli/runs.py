@@ -167,12 +167,12 @@ def sweep(
     from rl_vlm.config.sweep import load_sweep
 
     run, found = load_run(config, overrides), load_sweep(space)
-    from rl_vlm.sweeps.results import tell_best
+    from rl_vlm.sweeps.results import report_best
     from rl_vlm.sweeps.sweep import run_sweep, sweep_folder
 
     folder = sweep_folder(run_dir or Path("runs") / f"{run.name}-sweep")
     trials = run_sweep(run, found, folder, resume=resume)
-    tell_best(trials, found.metric, folder)
+    report_best(trials, found.metric, folder)
     if not all(trial.finished for trial in trials):
         raise typer.Exit(1)
 

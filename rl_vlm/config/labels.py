@@ -15,7 +15,7 @@ Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagre
 
 
 def names_no_cache(value: str | Path | None) -> bool:
-    """None, "None", "null" and "" mean that there is no label cache."""
+    """None, "None", "null" and "" all mean: no label cache."""
     return value is None or str(value).strip().lower() in ("", "none", "null")
 
 

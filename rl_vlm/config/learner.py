@@ -29,7 +29,7 @@ class LearnerActors(ComputeSection):
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
                 f"learner.gpus_per_learner {self.gpus_per_learner:g} would put two learners on one GPU, which NCCL "
-                "refuses: set it, or num_learners, to 1"
+                "rejects: set it, or num_learners, to 1"
             )
 
     @property
@@ -198,7 +198,7 @@ class AlgorithmSection(Section):
     kl_estimator: Literal["k2", "k3"] = "k3"  # Of the KL penalty in the loss.
     # Where the KL penalty goes: reward subtracts kl_coef (old - reference) from each token's.
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_target: Positive | None = None  # KL per token that kl_coef is adapted to (.02 is usual); needs kl_in: reward.
+    kl_target: Positive | None = None  # KL per token that kl_coef is adapted to (0.02 is usual); needs kl_in: reward.
     # What one step of GAE is: a token, a turn (one value per turn), or tokens inside turns.
     gae_level: Literal["token", "turn", "bilevel"] = "token"
     gamma: Share = 1.0  # Discount per token.

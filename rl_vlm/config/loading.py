@@ -25,14 +25,14 @@ MAX_VALUES = 200_000  # of a document, those behind aliases counted each time
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: the first one would be lost without a word."""
+    """YAML in which a key that is given twice is an error: the first one would be lost without a word."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value[:80]!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{key.value[:80]!r} is given twice", problem_mark=key.start_mark)
             seen.add((key.tag, str(key.value)))
         return node
 
@@ -43,7 +43,7 @@ _CORE = (
     ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
     ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", [*"-+0123456789"]),
-    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+0123456789."]),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
     ("merge", r"<<", ["<"]),
 )

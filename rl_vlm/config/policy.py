@@ -82,8 +82,8 @@ class PolicyConfig(CommonConfig):
             )
         if rollout.group_size == 1 and settings.estimator in _COMPARE_IN_GROUP:
             yield (
-                f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has nobody to be "
-                "compared with; use a larger group, algorithm.estimator=reinforce_pp, or algorithm.name=ppo"
+                f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has no other to "
+                "be compared with; use a larger group, algorithm.estimator=reinforce_pp, or algorithm.name=ppo"
             )
         if settings.max_refill and (
             rollout.group_size == 1 or settings.kl_in_reward or settings.estimator in _COMPARE_BEYOND_GROUP

@@ -107,7 +107,7 @@ class PreferenceSection(Section):
     image_size: int = Field(300, ge=16, le=1024)  # Side of a frame in pixels.
     # How long a session waits for a labeller that is down before the run stops.
     labeller_patience_s: NonNegative = 600.0
-    steps_per_iteration: Count = 1000  # Environment steps per row of figures.
+    steps_per_iteration: Count = 1000  # Environment steps per row of metrics.
     sac: SACSection = SACSection()
     collection: CollectionSection = CollectionSection()
     evaluation: ControlEvaluationSection = ControlEvaluationSection()

@@ -123,7 +123,7 @@ class RewardSection(Section):
     def problems(self) -> Iterator[str]:
         names = [*{*self.weights, "env"}, *(one.name for one in self.functions)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"env.reward: the name {twice[0]} stands twice, and metrics are told apart by it: rename a function"
+            yield f"env.reward: the name {twice[0]} is given twice, and metrics are named after it: rename a function"
 
     @property
     def all_weights(self) -> dict[str, float]:
@@ -167,7 +167,7 @@ class EnvSection(EnvPart):
                 yield f"env.{key} has no effect with env.mixture: set it for each environment of the mixture"
         names = [part.name for part in self.mixture]
         if len(set(names)) < len(names):
-            yield f"env.mixture: the names {', '.join(names)} must differ, because metrics are told apart by them"
+            yield f"env.mixture: the names {', '.join(names)} must differ, because metrics are named after them"
         if not any(part.weight for part in self.mixture):
             yield "env.mixture: all weights are 0, so that no environment would ever be chosen"
 
@@ -330,11 +330,11 @@ class EvaluationSection(EvaluationDeadline):
 
 
 class SightSection(Section):
-    """Checks that engine and learner see the same images, and figures of how much answers depend on them."""
+    """Checks that engine and learner see the same images, and measures how much answers depend on them."""
 
     # What a fault found before training, or while it goes on, does; off: nothing of this section is measured.
     gate: Literal["error", "warn", "off"] = "error"
     items: int = Field(8, ge=2)  # Held-out items that the gate asks about, each with several images.
-    every: Natural = 10  # Iterations between the figures sight/kl_blank and sight/gap; 0: none.
-    samples: Count = 4  # Trajectories that these figures are computed from.
+    every: Natural = 10  # Iterations between the metrics sight/kl_blank and sight/gap; 0: none.
+    samples: Count = 4  # Trajectories that these metrics are computed from.
     blank_items: Natural = 32  # Held-out items that evaluations repeat with blank and with swapped images.

@@ -69,7 +69,7 @@ class ModelSection(ServedModelSection, TrainedModelSection):
 
 
 class HTTPSection(Section):
-    """`rl-vlm serve`: where it listens and what it refuses."""
+    """`rl-vlm serve`: where it listens and what it rejects."""
 
     host: str = Field("127.0.0.1", min_length=1)  # Beyond loopback a token is required.
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port.
@@ -90,7 +90,7 @@ class HTTPSection(Section):
     adapter_root: FilePath | None = None
     max_adapters: Count = 16  # That clients have loaded at a time.
     max_adapter_mib: Positive = 1024.0  # One adapter's file.
-    max_queue: Count = 256  # Requests at a time, waiting and running; more are told to come back.
+    max_queue: Count = 256  # Requests at a time, waiting and running; others must come back later.
     # At a time; null: four times max_queue, at least 1024. Fewer where descriptors are short.
     max_connections: Count | None = None
     # Of one address (IPv6: network of 64 bits); null: three quarters of all.
@@ -100,7 +100,7 @@ class HTTPSection(Section):
     drain_s: NonNegative = 30.0  # How long running requests may go on after SIGTERM.
 
 
-# vLLM silently raises lower temperatures than the first and refuses higher ones than the second.
+# vLLM silently raises lower temperatures than the first and rejects higher ones than the second.
 VLLM_TEMPERATURES = (0.01, 2.0)
 
 

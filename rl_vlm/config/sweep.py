@@ -22,7 +22,7 @@ _SHAPES = (
     "preference.sac.depth", "preference.reward_model",
 )  # fmt: skip
 HELD_OUT = ("held_out/accuracy", "held_out/reward")
-_COMBINATIONS = 256  # of the other keys' values in which a value is tried before it is refused
+_COMBINATIONS = 256  # of the other keys' values in which a value is tried before it is rejected
 SEED = "seed"  # trials that differ in it alone are runs of one setting
 
 
@@ -88,7 +88,7 @@ class SweepConfig(Section):
 
     def problems(self) -> Iterator[str]:
         if self.metric.startswith("held_out/") and self.metric not in HELD_OUT:
-            yield f"metric {self.metric}: held-out figures are {' and '.join(HELD_OUT)}"
+            yield f"metric {self.metric}: held-out metrics are {' and '.join(HELD_OUT)}"
         if self.search == "optuna" and any(values.grid for values in self.space.values()):
             yield "search optuna chooses each value itself: use choice in place of grid"
         if self.stopping.name == "pbt":

@@ -1,4 +1,4 @@
-"""What a run tells your own code, named by `logging.callbacks` or given to `rl_vlm.train`."""
+"""What a run reports to your own code, named by `logging.callbacks` or given to `rl_vlm.train`."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class ProgressDisplay:
         unit: str = "iteration",
     ) -> None:
         self._console = console or Console()
-        self.keep: Callable[[str], object] = lambda text: None  # is given what `message` tells
+        self.keep: Callable[[str], object] = lambda text: None  # takes the text of each `message`
         self._clock = clock
         self.total, self._done = total, start
         self._rows, self._unit = rows, unit
@@ -196,7 +196,7 @@ class ProgressDisplay:
             self.line(f"evaluation at {self._unit} {iteration}: {values}{lost}")
 
     def message(self, text: str) -> None:
-        """Tell the user something that is worth keeping with the run."""
+        """Show the user a text that is worth keeping with the run."""
         self.keep(text)
         self.line(text)
 

@@ -45,7 +45,7 @@ _LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 
 
 class ProgressCsv:
-    """A row of metrics per iteration; a new metric widens the file. Rows that a full disk refused go with the next."""
+    """A row of metrics per iteration; a new metric widens the file. After a full disk the rows go with the next."""
 
     def __init__(self, path: Path, keep_until: int) -> None:
         self._path = path
@@ -204,7 +204,7 @@ class RunRecorder:
         self._log_scalars(iteration, numbers, evaluated=True)
 
     def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
-        """Keep why groups were lost in `failures.jsonl`; returns those that are new, numbers apart."""
+        """Keep why groups were lost in `failures.jsonl`; returns new reasons only, whatever numbers they have."""
         lines, fresh = [], []
         for group, reason in failures.items():
             kind = re.sub(r"\d+", "#", reason)
@@ -218,7 +218,7 @@ class RunRecorder:
         return fresh
 
     def log_message(self, iteration: int, text: str) -> None:
-        """Keep what the terminal told the user in `messages.jsonl`."""
+        """Keep the terminal's messages in `messages.jsonl`."""
         with self._guard("messages.jsonl"):
             line = json.dumps(to_jsonable({"iteration": iteration, "time": time.time(), "text": text}))
             append_whole(self.folder / "messages.jsonl", line.encode() + b"\n")

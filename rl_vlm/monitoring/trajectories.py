@@ -20,7 +20,7 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn, images_of
 
-VERSION = 2  # of the columns; 1 had none of what is said of tokens beside `logprobs`
+VERSION = 2  # of the columns; 1 had no column of tokens beside `logprobs`
 _BEGINNING = 200  # characters of a question and an answer in a list
 _WRITERS = 8
 _ROWS = 64  # that a reader of one episode decodes
@@ -131,8 +131,8 @@ def _row(
 ) -> dict[str, Any]:
     """The row of one trajectory, whose images are added to `images`."""
     # What the policy saw stands in the place of what the environment showed; it has not seen the last observation.
-    told = images_of(trajectory.messages)
-    shown = [*trajectory.images[: len(told)], *told[len(trajectory.images) :]]
+    pictures = images_of(trajectory.messages)
+    shown = [*trajectory.images[: len(pictures)], *pictures[len(trajectory.images) :]]
     images |= {image.sha256: image for image in (*trajectory.images, *shown)}
     name, left = trajectory.trajectory_id, iter(shown)
     messages = [

@@ -125,7 +125,7 @@ class Run:
 
 
 def _stamp(file: Mapping[str, Any]) -> str:
-    """When a file was changed, in seconds since 1970 (0: not known), and what else tells its content."""
+    """When a file was changed, in seconds since 1970 (0: not known), and what else changes with its content."""
     changed = file.get("mtime", file.get("LastModified", file.get("updated", 0.0)))
     seconds = changed.timestamp() if hasattr(changed, "timestamp") else float(changed)
     return f"{seconds:.6f}-{file.get('size')}-{file.get('ETag', '')}"

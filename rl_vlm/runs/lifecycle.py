@@ -63,7 +63,7 @@ class BaseRun(ABC):
         self.write_errors = 0
 
     def _changes(self) -> str:
-        """Other settings than before, as a sentence. Raises UserInputError for those that change what is learned."""
+        """Other settings than before, as a sentence. Raises UserInputError for one that changes what is learned."""
         saved = self.folder / "config.yaml"
         changes = changes_since(saved, self.config) if saved.is_file() else {}
         sentences = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}

@@ -14,7 +14,7 @@ from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.memory.shape import ModelShape, amount
 from rl_vlm.types import EncodedImage, Message, Role
 
-_SIDE = 1024  # pixels of the picture whose tokens are told
+_SIDE = 1024  # pixels of the picture whose tokens are counted
 _PICTURE = EncodedImage("", b"", 64, 64)  # of which only the place is needed
 
 

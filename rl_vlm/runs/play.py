@@ -32,9 +32,9 @@ def rollout(
     episodes: int = 4,
     sampling: dict[str, Any] | None = None,
     out: Path | None = None,
-    tell: Callable[[Trajectory], None] | None = None,
+    show: Callable[[Trajectory], None] | None = None,
 ) -> dict[str, Any]:
-    """Play episodes of the training split; one JSON line each (to `out`, else printed, unless `tell` is given each
+    """Play episodes of the training split; one JSON line each (to `out`, else printed, unless `show` is given each
     episode); returns a summary. `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent
     is as in training."""
     options = dict(sampling or {})
@@ -70,9 +70,9 @@ def rollout(
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")
     trajectories = [group.trajectories[0] for group in result.groups]
-    if tell is not None:
+    if show is not None:
         for trajectory in trajectories:
-            tell(trajectory)
+            show(trajectory)
     elif out is None:
         print(printable_json("\n".join(lines)))
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)

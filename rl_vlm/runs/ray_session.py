@@ -57,7 +57,7 @@ class PrivateNode(node.Node):
             ray_params.include_log_monitor = False
         self.all_processes: dict[str, list[Any]] = {}  # Ray's own comes after checks that may raise
         with ExitStack() as on_failure:
-            # Nobody has this object yet, so nobody else could end what it has started.
+            # The caller does not have this object yet and could not end what it has started.
             on_failure.callback(self.kill_all_processes, check_alive=False, wait=True)
             super().__init__(ray_params, **settings)
             on_failure.pop_all()
@@ -89,7 +89,7 @@ _WORKER_ENVIRONMENT = {
     # micro-batches rarely repeat a shape, so that learners would grow by hundreds of MiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "LRU_CACHE_CAPACITY": "16",
-    # A job's own runtime environment may name some of these, which Ray would refuse; the values are the same.
+    # A job's own runtime environment may name some of these, which Ray would reject; the values are the same.
     "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
 }
 

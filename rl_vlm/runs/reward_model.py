@@ -22,7 +22,7 @@ WEIGHTS, SETTINGS = "reward_model.safetensors", "reward_model.json"
 
 
 class RewardModel:
-    """An ensemble that scores pictures; `image_size` is the side of those that it was trained on."""
+    """An ensemble that scores pictures; `image_size` is the side of its training pictures."""
 
     def __init__(self, weights: Path, settings: RewardModelSection, image_size: int, device: str = "cpu") -> None:
         self.settings, self.image_size, self._weights = settings, image_size, weights

@@ -1,4 +1,4 @@
-"""The folder of a run: made, refused, resumed or emptied before anything starts."""
+"""The folder of a run: made, rejected, resumed or emptied before anything starts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RemoteFolder:
         self._index: frozenset[str] = frozenset()  # what the index there names
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Fetch the run at the URL (`resume`), delete it (`overwrite`), or refuse it. Raises UserInputError,
+        """Fetch the run at the URL (`resume`), delete it (`overwrite`), or reject it. Raises UserInputError,
         RemoteStorageError."""
         with self._errors("opened"):
             # A bucket that is not there is found now, not when the run is over.

@@ -61,7 +61,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
         name="http",
         num_replicas=given.ingress_replicas,
-        # The gate counts and refuses; /health and /metrics still get in.
+        # The gate counts and rejects; /health and /metrics still get in.
         max_ongoing_requests=config.http.max_queue + 64,
         graceful_shutdown_timeout_s=config.http.drain_s + 5,
         ray_actor_options={"num_cpus": 0},

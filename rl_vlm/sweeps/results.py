@@ -168,7 +168,7 @@ def _markdown(trials: Sequence[TrialResult], settings: Mapping[str, Sequence[Tri
     return "\n".join(lines) + "\n"
 
 
-def tell_best(trials: Sequence[TrialResult], metric: str, out: Path) -> None:
+def report_best(trials: Sequence[TrialResult], metric: str, out: Path) -> None:
     """Print how many trials finished, the best one, and where everything is."""
     best, finished = trials[0], sum(trial.finished for trial in trials)
     settings = printable(", ".join(f"{key}={value}" for key, value in best.settings.items()))

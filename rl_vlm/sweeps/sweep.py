@@ -83,7 +83,7 @@ def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: 
             stop.signal = stop.signal or signal.SIGINT
         if stop.signal is not None:
             raise InterruptedRun(stop.signal, _GOES_ON)
-        configs = [trial.config for trial in results._experiment_analysis.trials]  # those that failed to start, too
+        configs = [trial.config for trial in results._experiment_analysis.trials]  # also of trials that failed to start
         trials = read_results(results, configs, sweep)
         write_results(folder, trials, config, sweep)
     if not any(trial.finished for trial in trials):

@@ -60,7 +60,7 @@ class TrialResources:
 def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str, float], *, slots: bool = False) -> int:
     """How many trials may run side by side; 0: as many as Tune finds room for. `slots`: the cluster has `SLOT`s. Raises
     UserInputError."""
-    compares = sweep.stopping.name == "pbt"  # all trials with each other: those that do not fit take turns
+    compares = sweep.stopping.name == "pbt"  # all trials with each other: trials that do not fit take turns
     if os.environ.get("RL_VLM_AUTOSCALING"):
         if not compares and sweep.max_concurrent is None:
             raise UserInputError("An autoscaled cluster does not say how many trials it will hold: set max_concurrent.")

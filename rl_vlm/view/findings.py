@@ -10,7 +10,7 @@ import pandas as pd
 from rl_vlm.runs.policy import blind
 
 _GAINED = 0.1  # of a reward or an accuracy: a smaller change says nothing
-_ROWS = 10  # of metrics, before which an environment may not yet have paid
+_ROWS = 10  # of metrics, before which an environment may not yet have rewarded an answer
 _STUCK = 5  # iterations in a row
 _MISMATCH = 1e-2  # nats per token, and so many times what it was
 _GROWN = 10.0
@@ -53,11 +53,11 @@ def _gamed(evaluations: pd.DataFrame) -> Iterator[Finding]:
     if accuracy is None or reward is None or len(accuracy) < 2:
         return
     first, last = (float(accuracy.iloc[place]) for place in (0, -1))
-    paid, pays = (float(reward.iloc[place]) for place in (0, -1))
-    if pays - paid > _GAINED and first - last > _GAINED:
+    reward_before, reward_after = (float(reward.iloc[place]) for place in (0, -1))
+    if reward_after - reward_before > _GAINED and first - last > _GAINED:
         yield Finding(
-            f"The held-out reward rose from {paid:.2g} to {pays:.2g} while the accuracy fell from {first:.0%} to "
-            f"{last:.0%}: the reward may be gamed. Read answers that earn much.", "episodes",
+            f"The held-out reward rose from {reward_before:.2g} to {reward_after:.2g} while the accuracy fell "
+            f"from {first:.0%} to {last:.0%}: the reward may be gamed. Read answers that earn much.", "episodes",
         )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _other_weights(gaps: Mapping[str, float]) -> Iterator[Finding]:
     for replica, gap in gaps.items():
         if gap > max(_MISMATCH, _GROWN * least):
             yield Finding(
-                f"Replica {replica} seems to serve other weights than those that learn: its answers are {gap:.2g} nats "
+                f"Replica {replica} seems to serve other weights than the learner has: its answers are {gap:.2g} nats "
                 f"per token away from them, those of another replica {least:.2g}. Colour its episodes by the gap.",
                 "episodes",
             )

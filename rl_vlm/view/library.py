@@ -12,7 +12,7 @@ from rl_vlm.runs.api import load_run
 from rl_vlm.runs.run_folder import RunDir, is_remote
 from rl_vlm.types import UserInputError
 from rl_vlm.view.reader import SCHEMA, NotThereError, RunReader
-from rl_vlm.view.trials import Trial
+from rl_vlm.view.trials import TrialRun
 
 MAX_SEARCH = 200  # characters
 
@@ -31,7 +31,7 @@ class Library:
     """Runs by their ids, which are their places as text. Runs that begin later appear."""
 
     def __init__(self, places: Sequence[RunDir], *, live: bool = True) -> None:
-        for place in places:  # a wrong one is told at once
+        for place in places:  # a wrong one is an error at once
             if not is_remote(place) and not Path(place).is_dir():
                 raise UserInputError(f"{place} is no folder: give run folders, or a folder that holds some.")
         self._places, self._live = places, live
@@ -41,7 +41,7 @@ class Library:
         """All runs that are there now, by id."""
         known = self._readers
         self._readers = {
-            name: known.get(name) or RunReader(Trial(folder) if sweep else load_run(folder), sweep)
+            name: known.get(name) or RunReader(TrialRun(folder) if sweep else load_run(folder), sweep)
             for folder, sweep, name in self._found()
         }
         return self._readers

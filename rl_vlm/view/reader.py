@@ -100,8 +100,8 @@ class RunReader:
         try:
             return self._run.config, self._run.metrics, self._run.progress, self._run.evaluations
         except (*_DAMAGED, UserInputError, YAMLError) as error:
-            told = f"A file of the run cannot be read: {error}"
-            return {}, {"status": "damaged", "error": told}, pd.DataFrame(), pd.DataFrame()
+            damage = f"A file of the run cannot be read: {error}"
+            return {}, {"status": "damaged", "error": damage}, pd.DataFrame(), pd.DataFrame()
 
     def config(self) -> dict[str, str]:
         settings = leaves(to_jsonable(self._read()[0]))
@@ -233,7 +233,7 @@ class RunReader:
             rows = file.metadata.row_group(number).num_rows
             if place < rows:
                 (row,) = file.read_row_group(number).slice(place, 1).to_pylist()
-                return {"id": episode, **self._told(row)}
+                return {"id": episode, **self._conversation(row)}
             place -= rows
         raise NotThereError(f"There is no episode {episode} in this run.")
 
@@ -243,7 +243,7 @@ class RunReader:
             raise NotThereError(f"{episode[:40]!r} names no episode: an id is such as train-10-3.")
         return found[1], int(found[2]), int(found[3])
 
-    def _told(self, row: Mapping[str, Any]) -> Answer:
+    def _conversation(self, row: Mapping[str, Any]) -> Answer:
         info = json.loads(row["info"])
         turns = row["turns"] or []
         messages = _messages(json.loads(row["messages"]), len(turns), self._size, _crops(info))
@@ -445,7 +445,7 @@ def _turn(turn: Mapping[str, Any], replica: str) -> Answer:
 
 
 def _sampled(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[float | None] | None:
-    """Nine significant digits, which float32 has, of each sampled token; None where nobody measured it."""
+    """Nine significant digits, which float32 has, of each sampled token; None where it was not measured."""
     if values is None:
         return None
     return [float(f"{value:.9g}") if own else None for value, own in zip(values, sampled, strict=True)]

@@ -48,9 +48,12 @@ def write_report(runs: Sequence[RunDir], out: Path, episodes: int) -> dict[str, 
         kept += len(chosen)
         shown = wanted.setdefault(run, set())
         for name in (listed["id"][k] for k in chosen):
-            told = answers[f"{place}/episodes/{name}"] = library.answer(f"{place}/episodes/{name}")
+            episode = answers[f"{place}/episodes/{name}"] = library.answer(f"{place}/episodes/{name}")
             shown |= {
-                part["picture"]["sha"] for message in told["messages"] for part in message["parts"] if "picture" in part
+                part["picture"]["sha"]
+                for message in episode["messages"]
+                for part in message["parts"]
+                if "picture" in part
             }
         pairs = answers[f"{place}/pairs"]
         shown |= {sha for side in ("first", "second") for frames in pairs[side] for sha in frames}

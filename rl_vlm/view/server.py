@@ -44,12 +44,12 @@ def page_app(library: Library, limits: HTTPSection, token: str | None) -> PageDo
 
     async def answer(request: Request) -> Response:
         text = request.query_params.get("text", "")
-        content = await _told(lambda: library.answer(request.path_params["path"], text))
+        content = await _in_thread(lambda: library.answer(request.path_params["path"], text))
         return Response(to_json(content, inf_nan_mode="null"), media_type="application/json")
 
     async def file(kind: str, request: Request) -> Response:
         run, name = request.path_params["run"], request.path_params["name"]
-        content = await _told(lambda: library.reader(run).file(kind, name))
+        content = await _in_thread(lambda: library.reader(run).file(kind, name))
         # A name stands for one content.
         return Response(
             content, media_type=_MEDIA[kind], headers={"Cache-Control": "private, max-age=86400, immutable"}
@@ -103,7 +103,7 @@ def _equal(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
 
 
-async def _told(read: Callable[[], Any]) -> Any:
+async def _in_thread(read: Callable[[], Any]) -> Any:
     """What `read` reads in a thread; what a run does not hold is answered by 404."""
     try:
         return await run_in_threadpool(read)

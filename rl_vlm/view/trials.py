@@ -15,12 +15,12 @@ from rl_vlm.runs.api import Run
 _THEIRS = {"config", "timers", "fault_tolerance", "env_runner_group", "held_out", "held_out_before"}
 
 
-class Trial(Run):
+class TrialRun(Run):
     """Reads `params.json` and `result.json` of a trial's folder."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's settings; those that the sweep chose under their dotted keys."""
+        """The run's settings; the sweep's choices have their dotted keys."""
         chosen: dict[str, Any] = json.loads(self.read("params.json") or b"{}")
         run = chosen.pop("run_config", {})
         return {**run, "name": Path(self.folder).name, **chosen}

@@ -117,8 +117,8 @@ def test_every_config_of_the_project_loads(path: Path) -> None:
     [
         (b"learner: [1, 2", "not valid YAML in line 1"),
         (b"a: 1\nb: : 2", "not valid YAML in line 2"),
-        (b"model: {path: tiny}\nseed: 1\nmodel: {dtype: float32}", "not valid YAML in line 3: 'model' stands twice."),
-        (b"algorithm:\n  name: grpo\n  'name': ppo", "not valid YAML in line 3: 'name' stands twice."),
+        (b"model: {path: tiny}\nseed: 1\nmodel: {dtype: float32}", "not valid YAML in line 3: 'model' is given twice."),
+        (b"algorithm:\n  name: grpo\n  'name': ppo", "not valid YAML in line 3: 'name' is given twice."),
         (b"env: &a {kwargs: *a}", "an alias stands inside what it stands for"),
         (
             b"a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"

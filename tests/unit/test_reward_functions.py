@@ -188,7 +188,7 @@ def test_a_name_and_a_list_are_short_for_functions(tmp_path: Path, monkeypatch: 
     config = parse_config({"env": {"reward": ["exact", {"function": "format", "weight": 0.2}]}})
     assert config.env.reward.all_weights == {"exact": 1.0, "format": 0.2}  # type: ignore[union-attr]
     for wrong in (["a.py:score", "b.py:score"], {"weights": {"format": 1.0}, "functions": ["format"]}, ["a.py:env"]):
-        with pytest.raises(UserInputError, match="stands twice"):
+        with pytest.raises(UserInputError, match="given twice"):
             parse_config({"env": {"reward": wrong}})
 
 

@@ -74,7 +74,7 @@ def test_the_spaces_fit_the_quickstart(file: Path) -> None:
         ({"space": {"learner.lr": {"loguniform": [0, 1]}}}, "loguniform needs numbers above 0"),
         ({"space": SPACE, "search": "optuna"}, "use choice in place of grid"),
         ({"space": SPACE, "num_sample": 4}, "Did you mean num_samples"),
-        ({"space": SPACE, "metric": "held_out/acuracy"}, "held-out figures are held_out/accuracy and held_out/reward"),
+        ({"space": SPACE, "metric": "held_out/acuracy"}, "held-out metrics are held_out/accuracy and held_out/reward"),
     ],
 )
 def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any], message: str) -> None:
