@@ -1,8 +1,9 @@
-"""Which of our files one iteration runs through, over all processes.
+"""How much of our code a reader opens to follow one iteration, over all processes.
 
-    python benchmarks/iteration_files.py configs/quickstart.yaml
+    python benchmarks/iteration_files.py configs/quickstart.yaml evaluation.every=0
+    python benchmarks/iteration_files.py configs/rl_vlm_f/cartpole_tiny.yaml
 
-Every process of a run measures its lines with coverage (`pip install coverage`) from its start. Lines count from the
+The measure is the number of lines of all files in which a line ran. Every process of a run measures its lines with coverage (`pip install coverage`) from its start. Lines count from the
 end of iteration `--first` until `--iterations` more have ended, so imports do not count.
 """
 
@@ -58,7 +59,7 @@ def main() -> None:
         run = folder / "run"
         environment = {
             **os.environ, "MEASURE_INTO": name, "MEASURED": str(PACKAGE), "COVERAGE_CORE": "ctrace",
-            "PYTHONPATH": os.pathsep.join([name, str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([name, str(ROOT), str(Path(coverage.__file__).parents[1])]),
         }  # fmt: skip
         command = [sys.executable, "-m", "rl_vlm.cli", "train", given.config, *given.overrides, "--run-dir", str(run)]
         with (folder / "log").open("w") as log:
@@ -87,7 +88,8 @@ def main() -> None:
         print(f"{count:5d}  {file}")
     whole = sum(len((PACKAGE / file).read_text().splitlines()) for file in found)
     rooms = Counter(file.split("/")[0] for file in found)
-    print(f"{len(found)} files of {whole} lines; {sum(found.values())} lines ran; {dict(rooms.most_common())}")
+    print(f"{given.config}: {whole} lines in {len(found)} files opened, of which {sum(found.values())} ran")
+    print(f"Files by room: {dict(rooms.most_common())}")
 
 
 if __name__ == "__main__":
