@@ -3,8 +3,9 @@
     python benchmarks/iteration_files.py configs/quickstart.yaml evaluation.every=0
     python benchmarks/iteration_files.py configs/rl_vlm_f/cartpole_tiny.yaml
 
-The measure is the number of lines of all files in which a line ran. Every process of a run measures its lines with coverage (`pip install coverage`) from its start. Lines count from the
-end of iteration `--first` until `--iterations` more have ended, so imports do not count.
+The measure is the number of lines of all files in which a line ran. Every process of a run measures its lines with
+coverage (`pip install coverage`) from its start. Lines count from the end of iteration `--first` until `--iterations`
+more have ended, so imports do not count.
 """
 
 from __future__ import annotations

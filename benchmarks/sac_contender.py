@@ -45,7 +45,8 @@ class Ours:
     def update(self, count: int) -> None:
         from ray.rllib.core.learner.training_data import TrainingData
 
-        from rl_vlm.preference.sac import Batch, SACUpdateBatch
+        from rl_vlm.preference.sac import Batch
+        from rl_vlm.preference.sac_learner import SACUpdateBatch
 
         replay = self._replay
         for _ in range(count):

@@ -27,20 +27,13 @@ from rl_vlm.algorithms.checkpoint import AGENT, read_state, write_state
 from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
-from rl_vlm.preference.collector import (
-    Episode,
-    EpisodeResult,
-    EpisodeTracker,
-    NumpyActor,
-    StepBatch,
-    evaluation_metrics,
-    evaluation_seeds,
-    make_run_env,
-)
+from rl_vlm.preference.collector import Episode, EpisodeTracker, NumpyActor, StepBatch, make_run_env
 from rl_vlm.preference.env_runner import ControlEnvRunner, ControlSampler
+from rl_vlm.preference.evaluation import EpisodeResult, evaluation_metrics, evaluation_seeds
 from rl_vlm.preference.feedback import Feedback, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
-from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
+from rl_vlm.preference.sac import Batch
+from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 

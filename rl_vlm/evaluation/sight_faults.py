@@ -115,7 +115,7 @@ def learner_is_blind(true: Sequence[np.ndarray], blank: Sequence[np.ndarray]) ->
     return Fault("learner_blind", "The learner computes the same with blank images: it does not see any.")
 
 
-def raise_or_tell(faults: Sequence[Fault], mode: str) -> list[str]:
+def raise_or_warn(faults: Sequence[Fault], mode: str) -> list[str]:
     """The faults as sentences for people. Raises SightError in mode "error" if there are any that stop a run."""
     sentences = [f"{fault.message} [sight: {fault.name}]" for fault in faults]
     if mode == "error" and any(fault.stops for fault in faults):

@@ -20,16 +20,8 @@ import numpy as np
 
 from rl_vlm.envs.images import BadImageError, check_header, image_bytes, pixels
 from rl_vlm.envs.rows import chosen_columns
-from rl_vlm.labelling.store import (
-    FILE_NAME,
-    Label,
-    Labeller,
-    Segment,
-    SegmentPair,
-    agreement,
-    log_row,
-    query_log,
-)
+from rl_vlm.labelling.labels import Label, Labeller, Segment, SegmentPair, agreement
+from rl_vlm.labelling.query_log import FILE_NAME, log_row, query_log
 from rl_vlm.types import RLVLMError, UserInputError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

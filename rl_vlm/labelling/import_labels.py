@@ -1,31 +1,32 @@
 """RL-VLM-F's label caches as a label store.
 
-They are pickles, and a pickle may run code. This reader knows arrays of plain numbers, lists and scalars, and refuses
+They are pickles, and a pickle may run code. This reader knows arrays of plain numbers, lists and scalars, and rejects
 everything else: it looks names up in a fixed table of its own functions and never imports anything that a file names.
+It is Python's own reader and not the one in C, which lets a file of nine bytes ask for a table of gigabytes.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
 
-from rl_vlm.child import Answer, Child, ChildStartError
 from rl_vlm.files import replace_folder
-from rl_vlm.frames import Frame, FrameError, PeerGoneError
-from rl_vlm.labelling.store import Label, LabelStore, LabelValue, Segment, SegmentPair
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.labelling.labels import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.types import UserInputError
 
 _KINDS = "biuf"  # booleans, integers, floats
-# Of the process that reads a cache. The original's caches hold raw pictures: they are as large in memory as on the
-# disk, and ten times as large where segments of many steps repeat their picture.
-_SECONDS, _BYTES_PER_SECOND = 300.0, 2**20
+# The original's caches hold raw pictures: they are as large in memory as on the disk, and ten times as large where
+# segments of many steps repeat their picture.
 _FREE_MEMORY, _MEMORY_PER_BYTE = 2**30, 64
+_NUMBER_BYTES = 8  # at most, in an array that is made of a list
 
 
 def import_labels(
@@ -35,8 +36,7 @@ def import_labels(
     all; returns (sessions, pairs).
 
     `observation_size` is the length of the observation in the cached rows; `image_size` resizes the pictures, as the
-    original does. Files are read in a process with limits of memory and time: a pickle of nine bytes may ask for
-    gigabytes. Raises UserInputError for a file that exceeds them, or holds anything else.
+    original does. Raises UserInputError for a file that needs much more memory than its size, or holds anything else.
     """
     source, target = Path(source), Path(target).absolute()  # "." has no name
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
@@ -44,69 +44,48 @@ def import_labels(
         raise UserInputError(f"There are no .pkl files in {source}.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserInputError(f"{target} exists and is no empty folder: choose another folder for the label store.")
-    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
-    seconds, memory = _SECONDS + sum(sizes) / _BYTES_PER_SECOND, _FREE_MEMORY + _MEMORY_PER_BYTE * max(sizes)
     with replace_folder(target) as draft:
-        child = Child(f"{__name__}:converter", [str(draft), observation_size, image_size], memory=memory)
-        try:
-            reply, _ = child.ask({"files": [str(file.absolute()) for file in files]}, timeout_s=seconds)
-        except ChildStartError as error:
-            raise RLVLMError(f"{source} cannot be read: {error}") from error
-        except (TimeoutError, PeerGoneError, FrameError) as error:
-            raise UserInputError(
-                f"A label cache in {source} takes more than {seconds:.0f} s or {memory >> 20} MiB to read, or ended "
-                "the process that read it: it may be made to do so."
-            ) from error
-        finally:
-            child.kill()
-        if "error" in reply:
-            raise UserInputError(reply["error"])
-        if not reply["pairs"]:
+        store, total = LabelStore(draft), 0
+        for file in files:
+            pairs, labels = read_cache(file, observation_size, image_size)
+            if pairs:
+                store.append(pairs, labels, step=0, time=time.time())
+            total += len(pairs)
+        if not total:
             raise UserInputError(f"No session in {source} holds a pair: there is nothing to convert.")
-    return reply["sessions"], reply["pairs"]
-
-
-def converter(store: str, observation_size: int, image_size: int | None) -> Answer:
-    """In the child: what adds the sessions of files to a label store."""
-
-    def answer(request: dict[str, Any], _: list[bytes]) -> Frame:
-        sessions = total = 0
-        try:
-            for file in request["files"]:
-                pairs, labels = read_cache(file, observation_size, image_size)
-                if pairs:
-                    LabelStore(store).append(pairs, labels, step=0, time=time.time())
-                    sessions, total = sessions + 1, total + len(pairs)
-        except UserInputError as error:
-            return {"error": str(error)}, []
-        return {"sessions": sessions, "pairs": total}, []
-
-    return answer
+        return len(store), total
 
 
 def read_cache(
     file: str | Path, observation_size: int, image_size: int | None = None
 ) -> tuple[list[SegmentPair], list[Label]]:
     """The pairs and labels of one cached session; none where no pair was decided. Raises UserInputError."""
-    file = Path(file)
     try:
-        with file.open("rb") as stream:
-            data = _NumbersOnly(stream).load()
+        return _parse(Path(file).read_bytes(), observation_size, image_size)
     except (UserInputError, OSError) as error:
         raise UserInputError(f"Cannot read the label cache {file}: {error}") from error
     except MemoryError as error:
-        raise UserInputError(
-            f"The label cache {file} takes more memory than its size explains: it may be made so."
-        ) from error
+        raise UserInputError(f"The label cache {file} takes more memory than there is.") from error
     except Exception as error:
         # A damaged pickle raises whatever its damaged instructions lead to.
         raise UserInputError(f"The label cache {file} is damaged ({type(error).__name__}: {error}).") from error
 
+
+def _parse(content: bytes, observation_size: int, image_size: int | None) -> tuple[list[SegmentPair], list[Label]]:
+    memory = _FREE_MEMORY + _MEMORY_PER_BYTE * len(content)
+
     def check(fits: bool, what: str) -> None:
         if not fits:
-            raise UserInputError(f"{file} is no label cache of preferences: {what}.")
+            raise UserInputError(f"it is no label cache of preferences: {what}.")
 
+    def check_memory(needed: int) -> None:
+        if needed > memory:
+            raise UserInputError("it takes more memory than its size explains, and may be made to do so.")
+
+    data = _NumbersOnly(io.BytesIO(content)).load()
     check(isinstance(data, (list, tuple)) and len(data) == 7, "it must hold a list of 7 arrays")
+    # Lists may hold one array many times.
+    check_memory(_NUMBER_BYTES * sum(_count_numbers(part, memory // _NUMBER_BYTES) for part in data))
     arrays = [np.asarray(part) for part in data]
     check(all(array.ndim for array in arrays), "it holds a single number in place of an array")
     # Pictures, scripted labels, labels, state-actions of both segments, rewards of both segments.
@@ -116,6 +95,7 @@ def read_cache(
     check(numbers, "its arrays must hold numbers and be equally long")
     if count == 0:
         return [], []  # no pair of this session was decided
+    check(all(array.size for array in arrays), "some of its arrays are empty")
     pictures = images.ndim == 4 and images.dtype == np.uint8 and images.shape[3] == 3 and images.shape[2] % 2 == 0
     check(pictures, f"pictures must be uint8 [N, H, 2 W, 3], not {images.shape}")
     values = labels.reshape(count, -1)[:, 0]
@@ -127,6 +107,8 @@ def read_cache(
     check(0 < observation_size <= size, f"{observation_size} of its {size} numbers per step cannot be observations")
     rewards = [array.reshape(count, -1).astype(np.float32) for array in rest[2:]]
     check(len({array.shape[1] for array in (*states, *rewards)}) == 1, "its segments and rewards differ in length")
+    shape = images.shape[1:] if image_size is None else (image_size, 2 * image_size, 3)
+    check_memory(states[0].shape[0] * states[0].shape[1] * int(np.prod(shape)))  # pictures of all steps
     halves = np.split(images, 2, axis=2)
 
     def segment(number: int, side: int) -> Segment:
@@ -135,15 +117,41 @@ def read_cache(
         frame = halves[side][number]
         if image_size is not None:
             frame = np.asarray(Image.fromarray(frame).resize((image_size, image_size), Image.Resampling.BILINEAR))
-        frames = np.repeat(frame[None], len(rows), axis=0)
+        frames = np.broadcast_to(frame, (len(rows), *frame.shape))
         return Segment(rows[:, :observation_size], rows[:, observation_size:], rewards[side][number], frames)
 
     pairs = [SegmentPair(segment(number, 0), segment(number, 1)) for number in range(count)]
     return pairs, [Label(cast(LabelValue, int(value)), text="imported") for value in values]
 
 
-class _NumbersOnly(pickle.Unpickler):
+def _count_numbers(part: Any, most: int) -> int:
+    """How many numbers and lists a part of a cache holds; it is not counted much further than to `most`."""
+    if isinstance(part, (_Array, np.ndarray)):
+        return int(np.asarray(part).size)
+    if isinstance(part, (list, tuple)):
+        count = 1
+        for item in part:
+            count += _count_numbers(item, most - count)
+            if count > most:
+                break
+        return count
+    if isinstance(part, (int, float, np.generic)):
+        return 1
+    raise UserInputError(f"its arrays must hold numbers, and one holds {type(part).__name__}.")
+
+
+class _NumbersOnly(pickle._Unpickler):
     """Unpickles plain numpy arrays, numpy scalars and Python's own containers and numbers."""
+
+    def load_bytearray8(self) -> None:
+        """Python's own makes the array before it looks how many bytes are left."""
+        size = int.from_bytes(self.read(8), "little")  # type: ignore[attr-defined]
+        self.append(bytearray(self.read(size)))  # type: ignore[attr-defined]
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         key = (module.replace("numpy._core", "numpy.core"), name)

@@ -14,8 +14,8 @@ import numpy as np
 
 from rl_vlm.asking import Client, Endpoint, HTTPEndpoint, ServedEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
-from rl_vlm.labelling.labeller import TaskPrompts, VLMLabeller, task_prompts
-from rl_vlm.labelling.store import (
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.labels import (
     SKIPPED,
     InputKind,
     Label,
@@ -26,6 +26,7 @@ from rl_vlm.labelling.store import (
     picture_of,
     true_return,
 )
+from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
 from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
 

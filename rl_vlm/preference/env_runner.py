@@ -17,13 +17,12 @@ from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.preference.collector import (
     CollectionError,
     Collector,
-    EpisodeResult,
     NumpyActor,
     StepBatch,
     environment_errors,
-    evaluate,
     make_run_env,
 )
+from rl_vlm.preference.evaluation import EpisodeResult, evaluate
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import UserInputError
 

@@ -1,119 +1,22 @@
-"""The replay buffer: steps, and the pictures of the newest of them."""
+"""The replay buffer: a ring of steps with one array per field, and the frames of the newest rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from rl_vlm.labelling.store import InputKind, Segment, SegmentPair
+from rl_vlm.labelling.labels import InputKind, Segment, SegmentPair
 from rl_vlm.preference.collector import StepBatch
+from rl_vlm.preference.frame_ring import FrameRing, check_ring
 from rl_vlm.types import RLVLMError, UserInputError
-
-_CODEC = pa.Codec("zstd", compression_level=1)
-
-
-class FrameRing:
-    """The newest `capacity` frames of one size: frame number n is in slot n % capacity, as its compressed difference to
-    the first frame of its episode, which is compressed whole."""
-
-    def __init__(self, capacity: int, image_size: int) -> None:
-        self.capacity = capacity
-        self.total = 0  # frames ever added
-        self._black = np.zeros((image_size, image_size, 3), np.uint8)
-        self._frames = [(b"", b"")] * capacity  # first frame of the episode, difference
-        self._open: dict[int, tuple[bytes, np.ndarray]] = {}  # first frame of each episode that goes on
-
-    def __len__(self) -> int:
-        return min(self.total, self.capacity)
-
-    def add(self, frames: np.ndarray, episodes: np.ndarray) -> None:
-        """Append frames uint8 [n, S, S, 3] of the `episodes` [n]; each call has some of every open episode."""
-        if frames.dtype != np.uint8 or frames.shape[1:] != self._black.shape:
-            raise ValueError(f"Frames must be uint8 [n, *{self._black.shape}], not {frames.dtype} {frames.shape}.")
-        known, self._open = self._open, {}
-        for frame, episode in zip(frames, episodes.tolist(), strict=True):
-            first = self._open.get(episode) or known.get(episode) or (pack(frame, self._black), frame.copy())
-            self._open[episode] = first
-            self._frames[self.total % self.capacity] = first[0], pack(frame, first[1])
-            self.total += 1
-
-    def get(self, slots: np.ndarray) -> np.ndarray:
-        """uint8 [n, S, S, 3]: the frames in these slots, which hold one each."""
-        frames = np.empty((len(slots), *self._black.shape), np.uint8)
-        packed, first = b"", self._black
-        for index, slot in enumerate(slots.tolist()):
-            if self._frames[slot][0] is not packed:  # slots beside each other are mostly of one episode
-                packed = self._frames[slot][0]
-                first = unpack(packed, self._black, self._black.shape)
-            frames[index] = unpack(self._frames[slot][1], first, first.shape)
-        return frames
-
-    def state(self) -> dict[str, np.ndarray]:
-        used = self._frames[: len(self)]
-        firsts = [first for first, _ in used] + [first for first, _ in self._open.values()]
-        unique = {id(first): first for first in firsts}
-        numbers = {key: number for number, key in enumerate(unique)}
-        return {
-            "total": np.array([self.total]),
-            **_joined("firsts", unique.values()),
-            **_joined("differences", [difference for _, difference in used]),
-            "first": np.array([numbers[id(first)] for first in firsts], np.int64),  # of each frame and open episode
-            "open": np.array(list(self._open), np.int64),
-        }
-
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Raises UserInputError when the state does not fit."""
-        self.total = int(state["total"][0])
-        unique, differences = _split(state, "firsts"), _split(state, "differences")
-        size = len(differences)
-        _check_ring(self.total, size, self.capacity, "preference.frame_capacity")
-        firsts = [unique[number] for number in state["first"].tolist()]
-        self._frames[:size] = zip(firsts, differences, strict=False)
-        self._open = {
-            episode: (first, unpack(first, self._black, self._black.shape))
-            for episode, first in zip(state["open"].tolist(), firsts[size:], strict=True)
-        }
-
-
-def _joined(name: str, parts: Collection[bytes]) -> dict[str, np.ndarray]:
-    lengths = np.array([len(part) for part in parts], np.int64)
-    return {name: np.frombuffer(b"".join(parts), np.uint8), f"{name}_lengths": lengths}
-
-
-def _split(state: Mapping[str, np.ndarray], name: str) -> list[bytes]:
-    ends, data = np.cumsum(state[f"{name}_lengths"]).tolist(), state[name].tobytes()
-    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _check_ring(total: int, size: int, capacity: int, setting: str) -> None:
-    """Raise UserInputError if the `size` newest of `total` rows of a ring would have other places in this one."""
-    if not (size == total <= capacity or size == capacity):
-        raise UserInputError(
-            f"The checkpoint holds {size} of {total} steps, and this run has room for {capacity}: keep {setting} as it "
-            "was."
-        )
-
-
-def pack(pictures: np.ndarray, key: np.ndarray) -> bytes:
-    """Pictures uint8 [..., H, W, 3] as their compressed difference to `key` [H, W, 3]."""
-    return _CODEC.compress(np.ascontiguousarray(pictures - key), asbytes=True)  # type: ignore[no-any-return]
-
-
-def unpack(data: bytes, key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    difference = np.frombuffer(_CODEC.decompress(data, int(np.prod(shape))), np.uint8).reshape(shape)
-    return difference + key
-
-
-# The replay buffer: a ring of steps with one array per field, and the frames of the newest rows.
 
 _OF_BATCH = ("observations", "actions", "next_observations", "true_rewards", "successes", "episodes", "times")
 _COLUMNS = (*_OF_BATCH, "rewards", "continues", "previous")
 
 
-class NotFiniteError(RLVLMError):
+class NonFiniteStepError(RLVLMError):
     """An environment or a reward model gave nan or infinity.
 
     Do: repair the environment's rewards or observations, or lower the reward model's learning rate.
@@ -146,7 +49,7 @@ class ReplayBuffer:
         return min(self.total, self.capacity)
 
     def add(self, batch: StepBatch, rewards: np.ndarray) -> None:
-        """Append steps; `rewards` float32 [n] are those of the agent. Raises NotFiniteError and keeps nothing."""
+        """Append steps; `rewards` float32 [n] are those of the agent. Raises NonFiniteStepError and keeps nothing."""
         n = len(batch)
         for observations in (batch.observations, batch.next_observations):
             _check_finite("An observation of the environment", observations)
@@ -172,7 +75,7 @@ class ReplayBuffer:
 
     def relabel_with(self, kind: InputKind, rewards: Callable[[np.ndarray], np.ndarray], chunk: int = 256) -> None:
         """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time;
-        all or none. Raises NotFiniteError, and what `rewards` raises."""
+        all or none. Raises NonFiniteStepError, and what `rewards` raises."""
         replaced = self.rewards.copy()
         for start in range(0, len(self), chunk):
             rows = np.arange(start, min(start + chunk, len(self)))
@@ -245,7 +148,7 @@ class ReplayBuffer:
         """Raises UserInputError when the state does not fit."""
         arrays = {name: np.asarray(array) for name, array in state.items()}
         size, shapes = len(arrays["rewards"]), (arrays["observations"].shape[1:], arrays["actions"].shape[1:])
-        _check_ring(int(arrays["total"][0]), size, self.capacity, "preference.replay_capacity")
+        check_ring(int(arrays["total"][0]), size, self.capacity, "preference.replay_capacity")
         if shapes != (self.observations.shape[1:], self.actions.shape[1:]):
             raise UserInputError("The checkpoint's replay buffer comes from another environment: use its own env.id.")
         if (self.frames is not None) != ("frames.total" in arrays):
@@ -260,4 +163,6 @@ class ReplayBuffer:
 
 def _check_finite(what: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():  # a single nan in a batch turns all weights of the agent into nan
-        raise NotFiniteError(f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it.")
+        raise NonFiniteStepError(
+            f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it."
+        )

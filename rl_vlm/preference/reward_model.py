@@ -1,150 +1,36 @@
-"""The reward model: an ensemble of networks, the examples that it is trained on, and its training."""
+"""The reward model: an ensemble of networks and its training."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_vlm.config import RewardModelSection
 from rl_vlm.files import write_atomic
-from rl_vlm.labelling.store import InputKind, Label, Score, Segment, SegmentPair
-from rl_vlm.preference.replay import pack, unpack
+from rl_vlm.labelling.labels import InputKind, Label, Score, Segment, SegmentPair
+from rl_vlm.preference.reward_examples import Examples
+from rl_vlm.preference.reward_networks import build_members
 from rl_vlm.types import UserInputError
 
-_SQUASH: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
-_LAST_LAYER = 1e-3  # bound of the last layer's initial weights: rewards begin near 0 and near each other
-
-
-class ImageCNN(nn.Module):
-    """Convolutions with ReLU, then one linear layer: float images [N, 3, H, W] in [0, 1] to [N].
-
-    The layers are RL-VLM-F's. The initial weights are He's (2015, equation 10) and pixels are scaled to [-1, 1],
-    because with RL-VLM-F's small uniform weights and pixels from 0 the loss hardly falls in the first hundreds of
-    gradient steps (MetaWorld's drawer-open, 300 pairs, 60 steps: rank correlation with the true reward 0.73 to 0.76
-    against 0.85 to 0.87).
-    """
-
-    def __init__(self, height: int, width: int, settings: RewardModelSection) -> None:
-        super().__init__()
-        kernels, channels, strides = settings.kernels, settings.channels, settings.strides
-        if not len(kernels) == len(channels) == len(strides):
-            raise UserInputError(
-                f"The reward CNN needs as many kernels ({len(kernels)}) as channels ({len(channels)}) and strides "
-                f"({len(strides)})."
-            )
-        layers, before = list[nn.Module](), 3
-        for kernel, after, stride in zip(kernels, channels, strides, strict=True):
-            if min(height, width) < kernel:
-                raise UserInputError(
-                    f"Pictures of this size are too small for the reward CNN: a kernel of {kernel} meets {height} × "
-                    f"{width} pixels. Use larger pictures or fewer layers."
-                )
-            layer = nn.Conv2d(before, after, kernel, stride)
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-            layers += [layer, nn.ReLU()]
-            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-            before = after
-        self.features = nn.Sequential(*layers)
-        self.last = nn.Linear(before * height * width, 1)
-        nn.init.uniform_(self.last.weight, -_LAST_LAYER, _LAST_LAYER)
-        nn.init.uniform_(self.last.bias, -_LAST_LAYER, _LAST_LAYER)
-        self.squash = _SQUASH[settings.squash]()
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.squash(self.last(self.features(2 * images - 1).flatten(1)))[:, 0]  # type: ignore[no-any-return]
-
-
-class ImageMembers(nn.Module):
-    """E image networks: one batch uint8 [N, H, W, 3] (the channels-last layout) per member, to [E, N]."""
-
-    def __init__(self, networks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        both = zip(self.networks, inputs, strict=True)
-        return torch.stack([network(frames.permute(0, 3, 1, 2).float() / 255).flatten() for network, frames in both])
-
-
-class MLPMembers(nn.Module):
-    """E multilayer perceptrons with LeakyReLU as stacked weights: one batch float32 [N, D] per member, to [E, N]."""
-
-    def __init__(self, inputs: int, settings: RewardModelSection) -> None:
-        super().__init__()
-        size = settings.size
-        widths = [inputs, *[settings.hidden] * settings.layers, 1]
-        self.weights = nn.ParameterList()
-        self.biases = nn.ParameterList()
-        for before, after in itertools.pairwise(widths):
-            # torch.nn.Linear's own initial distribution.
-            bound = 1 / math.sqrt(before)
-            self.weights.append(nn.Parameter(torch.empty(size, before, after).uniform_(-bound, bound)))
-            self.biases.append(nn.Parameter(torch.empty(size, 1, after).uniform_(-bound, bound)))
-        self.squash = _SQUASH[settings.squash]()
-
-    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        hidden = torch.stack(list(inputs))
-        last = len(self.weights) - 1
-        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            hidden = torch.baddbmm(bias, hidden, weight)
-            if number < last:
-                hidden = nn.functional.leaky_relu(hidden)
-        return self.squash(hidden)[..., 0]  # type: ignore[no-any-return]
-
-
-# Training examples of a reward model in memory: the inputs of labelled segments, and what they should be worth.
-
-_UNPACKED_BYTES = 2**30  # pictures that are kept unpacked while a model is trained
-
-
-class Examples:
-    """Examples of `parts` equal segments (2 for pairs, 1 for scores) with a target per segment. Pictures are packed as
-    their difference to the first one that was added."""
-
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
-        self.targets: list[tuple[float, ...]] = []
-        self._inputs: list[tuple[Any, ...]] = []  # arrays, or packed pictures
-        self._key: np.ndarray | None = None  # uint8 [H, W, 3]
-        self._shape: tuple[int, ...] = ()  # of one segment's inputs
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def add(self, segments: Sequence[np.ndarray], target: tuple[float, ...]) -> None:
-        """Keep one example: the inputs of each segment, uint8 [T, H, W, 3] or float32 [T, D]."""
-        if not self._inputs and segments[0].dtype == np.uint8:
-            self._key = segments[0][0].copy()
-        self._shape = segments[0].shape
-        self._inputs.append(tuple(segment if self._key is None else pack(segment, self._key) for segment in segments))
-        self.targets.append(target)
-
-    def reader(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Reads inputs [B, parts, T, ...] by the examples' numbers; few pictures stay unpacked with the reader."""
-        if self._key is not None and len(self) * self.parts * math.prod(self._shape) > _UNPACKED_BYTES:
-            return self._read
-        return self._read(range(len(self))).__getitem__
-
-    def _read(self, numbers: Iterable[int]) -> np.ndarray:
-        key = self._key
-        rows = (self._inputs[number] for number in numbers)
-        return np.array([row if key is None else [unpack(part, key, self._shape) for part in row] for row in rows])
-
-
 _INFERENCE_ROWS = {"image": 128, "state_action": 8192}
+
+
+@dataclass(slots=True)
+class FitReport:
+    """One session of training."""
+
+    epochs: int = 0
+    losses: list[float] = field(default_factory=list)  # of each gradient step, means over the members
+    accuracy: float = float("nan")  # over the last epoch, measured before each step; nan for scores
 
 
 class RewardEnsemble:
@@ -162,7 +48,7 @@ class RewardEnsemble:
             self._shape = (-(-height // settings.stride), -(-width // settings.stride), 3)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.members = _build(self._shape, settings).to(device)
+            self.members = build_members(self._shape, settings).to(device)
         self._optimizer = torch.optim.Adam(self.members.parameters(), lr=settings.lr)
         self._rng = np.random.default_rng(seed)
 
@@ -305,26 +191,6 @@ class RewardEnsemble:
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": dict(moments)})
         except (SafetensorError, OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise UserInputError(f"The reward model in {path} does not fit this configuration: {error}") from error
-
-
-def _build(shape: tuple[int, ...], settings: RewardModelSection) -> nn.Module:
-    if settings.architecture == "mlp":
-        return MLPMembers(shape[0], settings)
-    if settings.architecture == "cnn":
-        return ImageMembers([ImageCNN(shape[0], shape[1], settings) for _ in range(settings.size)])
-    import torchvision
-
-    # As in the original, its output is not squashed.
-    return ImageMembers([torchvision.models.resnet18(num_classes=1) for _ in range(settings.size)])
-
-
-@dataclass(slots=True)
-class FitReport:
-    """One session of training."""
-
-    epochs: int = 0
-    losses: list[float] = field(default_factory=list)  # of each gradient step, means over the members
-    accuracy: float = float("nan")  # over the last epoch, measured before each step; nan for scores
 
 
 def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:

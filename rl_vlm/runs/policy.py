@@ -17,7 +17,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import describe_error
 from rl_vlm.envs.isolation import check_plain
 from rl_vlm.envs.registry import make_part, portable_id, train_size
-from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
+from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_warn
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
@@ -295,7 +295,7 @@ class PolicyRun(RayRun):
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
-        for sentence in raise_or_tell(faults, self.config.sight.gate):
+        for sentence in raise_or_warn(faults, self.config.sight.gate):
             self.display.message(sentence)
 
     def _iterate(self) -> bool:

@@ -19,19 +19,12 @@ from rl_vlm.algorithms.checkpoint import AGENT, latest_checkpoint, read_state
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.files import clean_leftovers, write_atomic
-from rl_vlm.labelling.store import StepCsv, label_cache
+from rl_vlm.labelling.query_log import StepCsv
+from rl_vlm.labelling.store import label_cache
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.monitoring.display import PREFERENCE_ROWS
-from rl_vlm.preference.collector import (
-    Episode,
-    EpisodeResult,
-    NumpyActor,
-    environment_errors,
-    evaluate,
-    evaluation_metrics,
-    evaluation_seeds,
-    make_run_env,
-)
+from rl_vlm.preference.collector import Episode, NumpyActor, environment_errors, make_run_env
+from rl_vlm.preference.evaluation import EpisodeResult, evaluate, evaluation_metrics, evaluation_seeds
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.runs.ray_run import RayRun
 from rl_vlm.types import RLVLMError, UserInputError

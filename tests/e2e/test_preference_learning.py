@@ -13,7 +13,8 @@ from runs import ServeProcess, TrainingProcess, finished
 
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config
-from rl_vlm.labelling.store import Label, LabelStore
+from rl_vlm.labelling.labels import Label
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.runs.ray_session import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]

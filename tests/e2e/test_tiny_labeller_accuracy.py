@@ -13,8 +13,9 @@ from rl_vlm.asking import ServedEndpoint
 from rl_vlm.config import LabelsSection
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
-from rl_vlm.labelling.store import Segment, SegmentPair
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.labels import Segment, SegmentPair
+from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.loading import load_text_side, resolve_model
 
 TIE_DEGREES = 3.0

@@ -243,7 +243,7 @@ gemini_score_template, gemini_score_summary_template = "Score: {}?", "Wanted: {}
 
 
 def test_the_originals_prompts_are_converted_as_shown(tmp_path: Path) -> None:
-    from rl_vlm.labelling.labeller import task_prompts
+    from rl_vlm.labelling.prompts import task_prompts
 
     (block,) = code_blocks(ROOT / "docs" / "rl_vlm_f.md", "python")
     (tmp_path / "prompt.py").write_text(PROMPT_PY)

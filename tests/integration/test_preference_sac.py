@@ -19,7 +19,7 @@ from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import PolicyConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
-from rl_vlm.preference.collector import evaluation_seeds
+from rl_vlm.preference.evaluation import evaluation_seeds
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.types import UserInputError
 

@@ -19,8 +19,8 @@ from torch import zeros
 from rl_vlm import frames
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.envs import images, isolation
-from rl_vlm.labelling.labeller import read_label, read_score
-from rl_vlm.labelling.store import text_cell
+from rl_vlm.labelling.answers import read_label, read_score
+from rl_vlm.labelling.query_log import text_cell
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rewards.judged import quoted, why_not_judged
 from rl_vlm.rewards.normalize import normalize_answer

@@ -23,7 +23,9 @@ from rl_vlm.cli.output import ErrorReport, _StderrHandler
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
 from rl_vlm.labelling.folder import label_folder
-from rl_vlm.labelling.store import COLUMNS, Label, Labeller, LabelStore, Segment, SegmentPair, log_row, query_log
+from rl_vlm.labelling.labels import Label, Labeller, Segment, SegmentPair
+from rl_vlm.labelling.query_log import COLUMNS, log_row, query_log
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.safe_text import child_environment, csv_cell, printable, redact
 from rl_vlm.types import Message, RLVLMError, UserInputError
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl_vlm.control_envs.cartpole import draw_cartpole
-from rl_vlm.labelling.store import Segment, SegmentPair
+from rl_vlm.labelling.labels import Segment, SegmentPair
 
 
 def segment(angles: Sequence[float], size: int = 64) -> Segment:

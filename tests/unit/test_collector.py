@@ -14,8 +14,9 @@ from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.preference import env_runner as module
-from rl_vlm.preference.collector import CollectionError, Collector, EpisodeResult, NumpyActor, StepBatch, evaluate
+from rl_vlm.preference.collector import CollectionError, Collector, NumpyActor, StepBatch
 from rl_vlm.preference.env_runner import ControlSampler
+from rl_vlm.preference.evaluation import EpisodeResult, evaluate
 
 
 def actor(seed: int = 0) -> NumpyActor:

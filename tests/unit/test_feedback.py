@@ -20,19 +20,14 @@ from scipy.stats import entropy as scipy_entropy
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.config.labels import Rule
-from rl_vlm.labelling.store import Label, Labeller, LabelStore, Score, SegmentPair, agreement
+from rl_vlm.labelling.labels import Label, Labeller, Score, SegmentPair, agreement
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
-from rl_vlm.preference.feedback import (
-    Feedback,
-    LabellerDownError,
-    disagreement,
-    entropy,
-    k_center,
-    pair_features,
-    select_pairs,
-)
+from rl_vlm.preference.feedback import Feedback
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import RewardEnsemble
+from rl_vlm.preference.selection import disagreement, entropy, k_center, pair_features, select_pairs
+from rl_vlm.preference.sessions import LabellerDownError
 from rl_vlm.types import UserInputError
 
 HORIZON = 7
@@ -109,7 +104,7 @@ def test_a_labeller_that_is_down_stops_the_session_without_a_label(tmp_path: Pat
 def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: None)
+    monkeypatch.setattr("rl_vlm.preference.sessions.time.sleep", lambda _: None)
     labeller = Flaky(down=2)
     with caplog.at_level(logging.WARNING):
         report = run(feedback(tmp_path, labeller, labeller_patience_s=60.0))

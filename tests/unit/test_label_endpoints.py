@@ -20,8 +20,9 @@ from PIL import Image
 from rl_vlm.asking import HTTPEndpoint, choice_probabilities, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
-from rl_vlm.labelling.store import Label
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.labels import Label
+from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.types import UserInputError
 
 PROMPTS = task_prompts("cartpole")

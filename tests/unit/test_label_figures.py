@@ -12,10 +12,10 @@ from PIL import Image
 from scipy.stats import t as student_t
 from test_cli import output, run
 
-from rl_vlm.labelling.store import StepCsv
+from rl_vlm.labelling.query_log import StepCsv
 from rl_vlm.plots.curves import combine, read_curve
 from rl_vlm.plots.label_accuracy import draw_label_accuracy, histogram, read_labels, summarise
-from rl_vlm.preference.collector import EpisodeResult, evaluation_metrics
+from rl_vlm.preference.evaluation import EpisodeResult, evaluation_metrics
 from rl_vlm.runs.preference import EVAL_COLUMNS, evaluation_row
 from rl_vlm.types import UserInputError
 

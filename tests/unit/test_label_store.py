@@ -18,17 +18,9 @@ import pytest
 from label_support import pair, random_pairs, segment
 
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.labelling.store import (
-    COLUMNS,
-    SKIPPED,
-    Label,
-    LabelStore,
-    Segment,
-    SegmentPair,
-    label_cache,
-    log_row,
-    query_log,
-)
+from rl_vlm.labelling.labels import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.labelling.query_log import COLUMNS, log_row, query_log
+from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.preference.feedback import check_cache
 from rl_vlm.runs.preference import inspect_preference_run
 from rl_vlm.types import UserInputError
@@ -145,7 +137,9 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from label_support import random_pairs
 from pathlib import Path
-from rl_vlm.labelling.store import Label, LabelStore, log_row, query_log
+from rl_vlm.labelling.labels import Label
+from rl_vlm.labelling.query_log import log_row, query_log
+from rl_vlm.labelling.store import LabelStore
 store, log = LabelStore(sys.argv[1]), query_log(Path(sys.argv[1]) / "log.csv")
 pairs = random_pairs(8)
 for number in range(1, 100000):

@@ -23,10 +23,12 @@ from rl_vlm.asking import Answer, EndpointError, Question, ServedEndpoint
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.labeller import TASKS, Templates, VLMLabeller, load_prompts, read_label, read_score, task_prompts
-from rl_vlm.labelling.store import Label, Labeller, SegmentPair, encode, picture_of
+from rl_vlm.labelling.answers import read_label, read_score
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.labels import Label, Labeller, SegmentPair, encode, picture_of
+from rl_vlm.labelling.prompts import TASKS, Templates, load_prompts, task_prompts
 from rl_vlm.models.images import patchify
-from rl_vlm.preference.feedback import LabellerDownError, label_session
+from rl_vlm.preference.sessions import LabellerDownError, label_session
 from rl_vlm.types import Message, UserInputError
 
 PROMPTS = task_prompts("cartpole")
@@ -184,9 +186,11 @@ def test_a_reason_comes_before_the_label_in_every_guided_answer(endpoint: Served
     labeller = VLMLabeller(endpoint, PROMPTS, one_step(guided="reason", temperature=1.0))
     for label in asked(labeller, *random_pairs(4)):
         assert not label.error and label.probabilities is None and len(label.answers) == 2
-        for answer, value in zip(re.findall(r"\\{.*\\}", label.text, re.DOTALL)[:2], label.answers, strict=False):
-            said = json.loads(answer)
-            assert list(said) == ["reason", "verdict"] and len(said["reason"]) <= 400 and said["verdict"] == value
+        answers = re.fullmatch(r"\[given\] (\{.*\})\n\[swapped\] (\{.*\})", label.text, re.DOTALL)
+        assert answers is not None
+        given, swapped = map(json.loads, answers.groups())
+        assert all(list(said) == ["reason", "verdict"] and len(said["reason"]) <= 400 for said in (given, swapped))
+        assert label.answers == (given["verdict"], {0: 1, 1: 0, -1: -1}[swapped["verdict"]])
     assert labeller.stats.not_understood == 0 and labeller.stats.questions == 8
 
 

@@ -19,8 +19,9 @@ from rl_vlm.algorithms.preference_sac import first_session_step, next_boundary, 
 from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import PreferenceSection, SACSection, parse_config, save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.collector import NumpyActor, evaluate, evaluation_seeds
-from rl_vlm.preference.sac import SACNetworks
+from rl_vlm.preference.collector import NumpyActor
+from rl_vlm.preference.evaluation import evaluate, evaluation_seeds
+from rl_vlm.preference.sac_networks import SACNetworks
 from rl_vlm.types import UserInputError
 
 

@@ -23,8 +23,11 @@ from rl_vlm.algorithms.checkpoint import (
     write_state,
 )
 from rl_vlm.files import link_tree
-from rl_vlm.labelling.store import Label, LabelStore, StepCsv
-from rl_vlm.preference.collector import EpisodeResult, EpisodeTracker, StepBatch, evaluation_metrics
+from rl_vlm.labelling.labels import Label
+from rl_vlm.labelling.query_log import StepCsv
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.preference.collector import EpisodeTracker, StepBatch
+from rl_vlm.preference.evaluation import EpisodeResult, evaluation_metrics
 from rl_vlm.runs.preference import EVAL_COLUMNS, PreferenceRun, evaluation_row
 
 

@@ -19,14 +19,16 @@ from pretended_gpu import GPU, pretended_gpu
 from rl_vlm.config import PolicyConfig, RewardModelSection, SACSection, SFTConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.store import Label
+from rl_vlm.labelling.labels import Label
 from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer, move_average
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.preference.reward_model import Examples, RewardEnsemble
-from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater
+from rl_vlm.preference.reward_examples import Examples
+from rl_vlm.preference.reward_model import RewardEnsemble
+from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.preference.sac_networks import SACNetworks
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Completion, TrajectoryGroup
 

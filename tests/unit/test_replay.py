@@ -10,9 +10,10 @@ import pytest
 from control_support import number_of, steps
 from safetensors.numpy import load_file, save_file
 
-from rl_vlm.labelling.store import SegmentPair
+from rl_vlm.labelling.labels import SegmentPair
 from rl_vlm.preference.collector import StepBatch
-from rl_vlm.preference.replay import FrameRing, NotFiniteError, ReplayBuffer
+from rl_vlm.preference.frame_ring import FrameRing
+from rl_vlm.preference.replay import NonFiniteStepError, ReplayBuffer
 from rl_vlm.types import UserInputError
 
 
@@ -88,13 +89,13 @@ def test_rows_whose_frame_is_gone_are_refused() -> None:
 def test_what_is_not_finite_never_reaches_the_learner(spoilt: str, value: float) -> None:
     buffer, batch, rewards = filled(capacity=10, total=5), steps(5, 2), np.zeros(2, np.float32)
     (rewards if spoilt == "rewards" else getattr(batch, spoilt))[1] = value
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(NonFiniteStepError):
         buffer.add(batch, rewards)
     assert buffer.total == 5 and np.isfinite(buffer.rewards).all()
     unknown = steps(5, 2)
     unknown.true_rewards[:] = np.nan  # an agent that learns from labels never sees them
     buffer.add(unknown, np.zeros(2))
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(NonFiniteStepError):
         buffer.relabel_with("state_action", lambda inputs: np.full(len(inputs), value, np.float32))
     assert np.isfinite(buffer.rewards).all()
 

@@ -13,16 +13,10 @@ from scipy.special import expit, log_expit
 from scipy.stats import spearmanr
 
 from rl_vlm.config import RewardModelSection
-from rl_vlm.labelling.store import SKIPPED, Label, Score, Segment, SegmentPair
-from rl_vlm.preference.reward_model import (
-    Examples,
-    FitReport,
-    ImageCNN,
-    MLPMembers,
-    RewardEnsemble,
-    preference_loss,
-    score_loss,
-)
+from rl_vlm.labelling.labels import SKIPPED, Label, Score, Segment, SegmentPair
+from rl_vlm.preference.reward_examples import Examples
+from rl_vlm.preference.reward_model import FitReport, RewardEnsemble, preference_loss, score_loss
+from rl_vlm.preference.reward_networks import ImageCNN, MLPMembers
 from rl_vlm.types import UserInputError
 
 SMALL = {"channels": (4, 8, 8, 8), "size": 2}
@@ -255,7 +249,7 @@ def test_a_stride_is_the_originals_resize_factor() -> None:
 
 @pytest.mark.parametrize("unpacked_bytes", [2**30, 0])
 def test_pictures_are_packed_without_loss(unpacked_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_vlm.preference.reward_model._UNPACKED_BYTES", unpacked_bytes)
+    monkeypatch.setattr("rl_vlm.preference.reward_examples._UNPACKED_BYTES", unpacked_bytes)
     examples, pairs = Examples(2), random_pairs(5, size=200)
     assert image_ensemble(size=200).add_pairs(examples, pairs, [Label(0)] * 5) == len(examples) == 5
     found = examples.reader()(np.array([2, 0]))

@@ -16,7 +16,9 @@ from stable_baselines3.sac.policies import SACPolicy
 
 from rl_vlm.config import SACSection
 from rl_vlm.preference.collector import NumpyActor
-from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater, sample_actions, state_entropy, std_of, sums_of
+from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.preference.sac_networks import SACNetworks, sample_actions
+from rl_vlm.preference.state_entropy import state_entropy, std_of, sums_of
 
 O, A, B = 5, 2, 40  # noqa: E741  (observation, action and batch size, as in the shapes)
 SETTINGS = SACSection(hidden=16, depth=2, batch_size=B, target_update_every=1, compile="off")

@@ -32,7 +32,7 @@ from rl_vlm.evaluation.sight_faults import (
     engine_is_blind,
     explain,
     learner_is_blind,
-    raise_or_tell,
+    raise_or_warn,
 )
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import load_text_side
@@ -284,7 +284,7 @@ CONVERGED_BLANK = [said([7, 4, 2], [-1.2e-7, -8.3e-6, 0.0]) for _ in range(8)]
 def test_answers_that_are_sure_whatever_is_shown_cannot_tell_whether_it_is_seen() -> None:
     fault = engine_is_blind(CONVERGED, CONVERGED, CONVERGED_BLANK)
     assert fault is not None and fault.name == "too_sure"
-    (sentence,) = raise_or_tell([fault], "error")
+    (sentence,) = raise_or_warn([fault], "error")
     assert "cannot tell" in sentence
     true, blank = ([one.logprobs for one in group] for group in (CONVERGED, CONVERGED_BLANK))
     assert learner_is_blind(true, blank) is None and learner_is_blind(true, true) is None
@@ -307,10 +307,10 @@ def test_one_token_that_is_not_sure_tells() -> None:
 
 def test_faults_end_a_run_or_are_told() -> None:
     fault = Fault("positions", "Rows are missing.")
-    assert raise_or_tell([fault], "warn") == ["Rows are missing. [sight: positions]"]
-    assert raise_or_tell([], "error") == []
+    assert raise_or_warn([fault], "warn") == ["Rows are missing. [sight: positions]"]
+    assert raise_or_warn([], "error") == []
     with pytest.raises(SightError):
-        raise_or_tell([fault], "error")
+        raise_or_warn([fault], "error")
 
 
 def test_rounding_that_parts_equal_requests_hides_nothing() -> None:

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 
 from rl_vlm.config import LabelsSection, TeacherSection, parse_config
 from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.store import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.labelling.labels import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.labelling.teachers import ScriptedTeacher, Similarity, build_labeller
 from rl_vlm.preference.feedback import build_feedback
 from rl_vlm.types import UserInputError

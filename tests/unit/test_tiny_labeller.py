@@ -13,7 +13,8 @@ from PIL import Image
 from rl_vlm.asking import Answer, Question
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.types import Message
 from rl_vlm.zoo.poles.lesson import comparison, right_label
 from rl_vlm.zoo.tiny import model as tiny

@@ -20,7 +20,8 @@ from recorder_support import WORDS, picture, trajectory
 
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, save_config
-from rl_vlm.labelling.store import Label, LabelStore
+from rl_vlm.labelling.labels import Label
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.rollout.tasks import RolloutTask

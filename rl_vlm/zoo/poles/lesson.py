@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rl_vlm.control_envs.cartpole import draw_cartpole
-from rl_vlm.labelling.labeller import task_prompts
+from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 

@@ -1,0 +1,51 @@
+"""Reads the answers of a labeller.
+
+The whole answer, or its last line, must be the number. Only quotes, brackets and marks of emphasis may surround it. A
+number in a sentence may count images or items of a list, and a label for the wrong image teaches the reward model the
+opposite.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+from rl_vlm.labelling.labels import LabelValue
+from rl_vlm.safe_text import without_thoughts
+
+CHOICES = ("0", "1", "-1")
+SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
+_BEFORE, _AFTER = r"[\s*_`'\"(\[{$]*", r"[\s*_`'\")\]}$]*\.?[\s*_`'\")\]}$]*"
+_LABEL = re.compile(rf"{_BEFORE}(-1|0|1){_AFTER}")
+_IMAGE = re.compile(r"\bimage\s*([12])\b", re.IGNORECASE)
+# "0.7", "70 %", "7/10", and -1 for an answer that is unsure.
+_SCORE = re.compile(
+    rf"{_BEFORE}(?P<number>-1|\d{{1,9}}(?:\.\d{{1,9}})?|\.\d{{1,9}})\s*"
+    rf"(?:(?P<percent>%)|/\s*(?P<scale>\d{{1,9}}(?:\.\d{{1,9}})?))?{_AFTER}"
+)
+
+
+def read_label(text: str) -> LabelValue | None:
+    """The label of an answer; None if it is not understood: its lines hold different labels, or its text names the
+    other image alone ("Image 2 is better.", and then 0)."""
+    said = without_thoughts(text)
+    lines = [_LABEL.fullmatch(line) for line in said.splitlines()]
+    labels = {line[1] for line in lines if line}
+    if len(labels) != 1 or lines[-1] is None:
+        return None
+    label = cast(LabelValue, int(labels.pop()))
+    named = set(_IMAGE.findall(said))
+    return None if label != -1 and named and str(label + 1) not in named else label
+
+
+def read_score(text: str) -> float | None:
+    """The score in [0, 1] of an answer, -1.0 if it is unsure, None if it is not understood."""
+    lines = without_thoughts(text).splitlines()
+    match = _SCORE.fullmatch(lines[-1]) if lines else None
+    if match is None:
+        return None
+    if match["number"] == "-1":
+        return -1.0
+    scale = 100.0 if match["percent"] else float(match["scale"] or 1)
+    value = float(match["number"]) / scale if scale else -1.0
+    return value if 0 <= value <= 1 else None
