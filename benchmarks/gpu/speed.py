@@ -24,9 +24,10 @@ from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
-from rl_vlm.models.images import patchify
-from rl_vlm.models.memory.needs import gib, plan_memory
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.families.qwen_vl import patchify
+from rl_vlm.models.memory.reading import read_shape
+from rl_vlm.models.memory.shape import ModelShape, gib
+from rl_vlm.runs.memory_plan import plan_memory
 
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16 FLOP/s, dense
 _CARDS = {24: 23.6, 48: 47.4, 80: 79.15}  # GiB: as sold, as reported
@@ -97,7 +98,7 @@ class Speed:
         self.report, self.folder, self.device, self.size = report, folder, device, size
         self.tokens, self.side = (256, 64) if size == "tiny" else (8192, 448)
         self.repeats = 1 if size == "tiny" else 3
-        self.shape = ModelShape.read(folder)
+        self.shape = read_shape(folder)
 
     def update(self, name: str, **dotted: Any) -> None:
         """Time a step, its peak memory, and what the plan says of it."""

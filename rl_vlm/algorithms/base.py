@@ -22,7 +22,7 @@ from rl_vlm.config.resources import claim
 from rl_vlm.envs.loading import load_plugins
 from rl_vlm.imports import replaced
 from rl_vlm.machine import available_memory
-from rl_vlm.models.memory.needs import driver_gpu
+from rl_vlm.models.memory.placement import driver_gpu
 from rl_vlm.tracing import Span
 
 if TYPE_CHECKING:

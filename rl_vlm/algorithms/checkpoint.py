@@ -19,14 +19,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from rl_vlm.files import link_tree, replace_folder
-from rl_vlm.models.weights import (
-    AdapterPayload,
-    WeightPayload,
-    file_digest,
-    read_payload,
-    trained_folder,
-    write_tensors,
-)
+from rl_vlm.models.tensor_bytes import file_digest, write_tensors
+from rl_vlm.models.trained import read_payload, trained_folder
+from rl_vlm.models.weights import AdapterPayload, WeightPayload
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from rl_vlm.learning.plan import (
 from rl_vlm.learning.update import lr_factor
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.models.memory.needs import shares_gpu
+from rl_vlm.models.memory.placement import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.rollout.curriculum import make_task_source

@@ -147,7 +147,7 @@ def rollout(
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
     run = of_policy(_load(config, overrides, changes, needs=("model", "env")))
     _check_out(out, overwrite=overwrite)
-    from rl_vlm.models.weights import find_trained
+    from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import play
     from rl_vlm.types import UserInputError
 

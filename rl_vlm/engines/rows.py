@@ -16,7 +16,6 @@ from torch import Tensor
 from rl_vlm.engines.base import BASE_MODEL, TokenStream
 from rl_vlm.models.families.generic import ImageFeatures
 from rl_vlm.models.kernels import last_token_attention
-from rl_vlm.models.memory.shape import KV_BLOCK, KV_ROWS_PER_USED
 from rl_vlm.types import Completion, GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs
 
 if TYPE_CHECKING:
@@ -122,8 +121,9 @@ def _restrict(scaled: Tensor, top_p: Tensor | None, top_k: Tensor | None, greedy
     return scaled.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))
 
 
-# Keys and values of the running rows.
+# Keys and values of the running rows: lengths are whole blocks, with memory for at most so many rows for each in use.
 
+KV_BLOCK, KV_ROWS_PER_USED = 64, 2
 _ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
 
 

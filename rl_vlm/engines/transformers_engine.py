@@ -34,11 +34,12 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall, PreparedRequest, reserved_tokens, whole_blocks
 from rl_vlm.engines.weights import AdapterWeights, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision
-from rl_vlm.models.families import make_backbone, towers
+from rl_vlm.models.families import make_backbone
 from rl_vlm.models.families.generic import CACHE_BYTES
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.kernels import use_fast_products
-from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
+from rl_vlm.models.modules import DType, HeadDType, Quantization, towers
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -11,10 +12,12 @@ from unittest import mock
 import torch
 
 from rl_vlm.config import CommonConfig, ServingSection
-from rl_vlm.models.families import TRANSFORMERS_IN_VLLM, keeps_states, model_type
+from rl_vlm.engines.memory import kv_cache_bytes
+from rl_vlm.engines.sizes import VLLM_RANKS
+from rl_vlm.models.families import family_of
 from rl_vlm.models.images import TextSide
-from rl_vlm.models.memory.needs import VLLM_RANKS, kv_cache_bytes
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.memory.reading import read_shape
+from rl_vlm.models.modules import keeps_states
 from rl_vlm.types import UserInputError
 
 NO_VERSION = "default"  # vLLM's name of its weights before they get another
@@ -68,7 +71,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         max_model_len=serving.max_context,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=serving.memory_utilization,
-        kv_cache_memory_bytes=kv_cache_bytes(config, ModelShape.read(model), _card_bytes()) if on_gpu else None,
+        kv_cache_memory_bytes=kv_cache_bytes(config, read_shape(model), _card_bytes()) if on_gpu else None,
         enable_sleep_mode=settings.rest_while_learning and on_gpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
@@ -78,7 +81,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
         max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
-        model_impl="transformers" if model_type(model) in TRANSFORMERS_IN_VLLM else "auto",
+        model_impl=family_of(json.loads((model / "config.json").read_text())["model_type"]).vllm,
         enable_prefix_caching=on_gpu or not keeps_states(model),  # states are shared only where prompts are cut
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
         **versions,

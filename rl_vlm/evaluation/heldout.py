@@ -14,7 +14,7 @@ from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.reference import hash_model
-from rl_vlm.models.weights import read_payload
+from rl_vlm.models.trained import read_payload
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Message, Split

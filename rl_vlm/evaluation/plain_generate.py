@@ -12,9 +12,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.lora import merge_into
-from rl_vlm.models.weights import read_payload
+from rl_vlm.models.modules import from_folder
+from rl_vlm.models.trained import read_payload
 from rl_vlm.types import Message
 
 

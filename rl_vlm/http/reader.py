@@ -31,7 +31,7 @@ from rl_vlm.http.schema import (
     TokenizeRequest,
     Tool,
 )
-from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, TextSide, shrunk
+from rl_vlm.models.images import ImageLayout, TextSide
 from rl_vlm.safe_text import one_line
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Grammar, Message, SamplingParams, UserInputError, as_rgb
@@ -368,8 +368,7 @@ def seen_image(file: bytes, spec: ImageLayout, limits: HTTPSection) -> EncodedIm
 
     def encode(image: Image.Image) -> EncodedImage:
         image.load()
-        rgb = as_rgb(image)
-        rgb = shrunk(spec, rgb) if isinstance(spec, ImageProcessorSpec) else rgb
+        rgb = spec.shrunk(as_rgb(image))
         if rgb is image and image.format == "PNG" and getattr(image, "n_frames", 1) == 1:
             return EncodedImage(hashlib.sha256(file).hexdigest(), file, image.width, image.height)
         return EncodedImage.from_pil(rgb)

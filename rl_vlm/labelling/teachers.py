@@ -27,7 +27,8 @@ from rl_vlm.labelling.labels import (
     true_return,
 )
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
-from rl_vlm.models.loading import from_folder, resolve_model
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.modules import from_folder
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.learning.sizes import HEAD_TILES
 from rl_vlm.models.kernels import linear, wide_product
-from rl_vlm.models.memory.shape import HEAD_TILES
 from rl_vlm.registry import Registry
 
 if TYPE_CHECKING:

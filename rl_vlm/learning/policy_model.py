@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from rl_vlm.config import CriticSection, PolicyConfig, SFTConfig
 from rl_vlm.learning.estimators import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision
-from rl_vlm.models.families import make_backbone, text_model, towers
+from rl_vlm.models.families import make_backbone
 from rl_vlm.models.kernels import use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state
-from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
+from rl_vlm.models.modules import text_model, towers
+from rl_vlm.models.trained import initial_adapter
+from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import BUCKET, AllReduce, Strategy
-from rl_vlm.models.families import text_model
+from rl_vlm.models.modules import text_model
 
 
 class FSDP2(AllReduce):

@@ -7,7 +7,7 @@ import os
 import torch
 
 from rl_vlm.config import CommonConfig
-from rl_vlm.models.memory.needs import driver_gpu, learner_fraction
+from rl_vlm.models.memory.placement import driver_gpu, learner_fraction
 
 
 def choose_precision(dtype: str, device: str) -> None:

@@ -12,9 +12,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.files import replace_folder, resolved
-from rl_vlm.models.loading import from_folder, quiet_libraries, resolve_model, save_model
+from rl_vlm.models.loading import quiet_libraries, resolve_model, save_model
 from rl_vlm.models.lora import merge_into
-from rl_vlm.models.weights import FullPayload, find_trained, is_full, read_payload
+from rl_vlm.models.modules import from_folder
+from rl_vlm.models.trained import find_trained, is_full, read_payload
+from rl_vlm.models.weights import FullPayload
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import UserInputError
 

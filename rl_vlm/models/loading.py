@@ -7,18 +7,17 @@ import importlib.util
 import json
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 from safetensors import SafetensorError, safe_open
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.imports import replaced
-from rl_vlm.models.families import QWEN_TOWERS, text_model
-from rl_vlm.models.families.processor import ProcessorImages
-from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits, TextSide
+from rl_vlm.models.families import FAMILIES, family_of
+from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits, TextSide
+from rl_vlm.models.modules import DType, Quantization, from_folder, text_model
 from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
@@ -34,11 +33,6 @@ def builtin_models() -> dict[str, Any]:
     cache, built on first use), `config()` (its config.json, without building it) and `make(folder, seed)` (build it).
     """
     return {name: model for point in provided("rl_vlm.models").values() for name, model in point.load().items()}
-
-
-DType = Literal["float32", "bfloat16", "float16"]
-HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type
-Quantization = Literal["none", "nf4"]
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:
@@ -79,24 +73,6 @@ def check_weights(name: str) -> Path:
     return folder
 
 
-def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
-    """`auto.from_pretrained(folder)`. Raises UserInputError for a model with code of its own, which never runs, and
-    for a config.json that contradicts itself."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        return auto.from_pretrained(folder, trust_remote_code=False, **options)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise UserInputError(
-            f"The model {folder} brings code of its own, which rl-vlm does not run: choose a model whose family "
-            "transformers knows."
-        ) from error
-    except StrictDataclassError as error:
-        raise UserInputError(f"The config.json of {folder} is wrong: {' '.join(str(error).split())}.") from error
-
-
 def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSide:
     """The chat codec and the image geometry of a model folder. `pixels` replaces the processor's own limits, in all
     processes of a run alike. Raises UserInputError."""
@@ -105,16 +81,9 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
         tokenizer = _load_tokenizer(folder)
         template = _chat_template(folder, tokenizer)
         vocab_size = int(config.get("text_config", config)["vocab_size"])  # at the top of older folders
-        if config.get("model_type") in QWEN_TOWERS:
-            token_id = int(config["image_token_id"])
-            spec = replace(ImageProcessorSpec.from_folder(folder).limited(pixels), image_token_id=token_id)
-            codec = ChatCodec(tokenizer, template, str(tokenizer.convert_ids_to_tokens(token_id)))
-            return TextSide(codec, spec, vocab_size)
-        if pixels != DEFAULT_PIXELS:
-            raise UserInputError("model.min_pixels and model.max_pixels are for Qwen's models: leave them out.")
-        images = ProcessorImages.from_folder(folder, config)
-        codec = ChatCodec(tokenizer, template, images.placeholder, (images.before, images.after))
-        return TextSide(codec, images, vocab_size)
+        images = family_of(str(config.get("model_type"))).layout(folder, config, pixels)
+        placeholder = images.placeholder or str(tokenizer.convert_ids_to_tokens(images.image_token_id))
+        return TextSide(ChatCodec(tokenizer, template, placeholder, images.around), images, vocab_size)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
         raise UserInputError(
             f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy "
@@ -123,15 +92,16 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """As AutoTokenizer, but without importing models for Qwen's own class."""
+    """As AutoTokenizer, which imports the model's code unless the family says that its tokenizer loads without."""
     import transformers
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         raise UserInputError(f"The folder {folder} holds no tokenizer (tokenizer.json): fetch the whole model.")
     settings = folder / "tokenizer_config.json"
     name = json.loads(settings.read_text()).get("tokenizer_class", "") if settings.is_file() else ""
-    if name.startswith("Qwen2Tokenizer"):
-        return transformers.Qwen2Tokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+    for known in {family.tokenizer for family in FAMILIES.values() if family.tokenizer}:
+        if name.startswith(known):
+            return getattr(transformers, known).from_pretrained(folder)  # type: ignore[no-any-return]
     return from_folder(transformers.AutoTokenizer, folder)  # type: ignore[no-any-return]
 
 

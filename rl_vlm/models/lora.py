@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.models.families import WRITTEN_OUT
+from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.shape import TARGET_MODULES
 from rl_vlm.models.weights import (
     DOWN,
@@ -29,27 +29,7 @@ from rl_vlm.types import UserInputError
 if TYPE_CHECKING:
     from peft import LoraConfig  # takes eight seconds to import, which engines need not wait for
 
-# The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
-TOWER_PATTERN = (
-    r".*visual\.(blocks|merger|deepstack_merger_list)\.(.*\.)?"
-    r"(qkv|proj|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2|mlp\.0|mlp\.2)"
-)
-
-
 _OTHER = re.compile(r"\.(gate|base_layer|lora_\w+(\.\w+)?)$")  # routers of experts, and what adapters consist of
-
-
-def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
-    """The choice of `TARGET_MODULES` that adapts these modules, of several the preferred one; None where none does."""
-    modules = list(modules)
-    language = [module for module in modules if in_language_model(module)]
-    if any(module.startswith("lm_head") for module in modules):
-        return None
-    names, adapts_tower = {module.rsplit(".", 1)[-1] for module in language}, len(language) < len(modules)
-    names &= set(TARGET_MODULES["all"])  # beside which some families have layers of other names
-    fitting = [name for name in TARGET_MODULES if set(TARGET_MODULES[name]) == names]
-    fitting = [name for name in fitting if (name == "vision") == adapts_tower]
-    return preferred if preferred in fitting else next(iter(fitting), None)
 
 
 class LoraFactors(NamedTuple):
@@ -139,14 +119,15 @@ def _targets(model: nn.Module, target_modules: str) -> tuple[list[str], str]:
 
 
 def lora_config(rank: int, alpha: int, target_modules: str, model: Any = None) -> LoraConfig:
-    """LoRA on the language model, and with `vision` on the tower, of a Qwen model if none is given. Raises
+    """LoRA on the language model, and with `vision` on the tower, of a Qwen3-VL if no model is given. Raises
     UserInputError for `none`."""
     from peft import LoraConfig
 
     if not TARGET_MODULES[target_modules]:
         raise UserInputError(NOTHING_TO_TRAIN)
-    names, part, tower = list(TARGET_MODULES[target_modules]), ".*language_model", TOWER_PATTERN
-    if model is not None and model.config.model_type not in WRITTEN_OUT:
+    names, part = list(TARGET_MODULES[target_modules]), ".*language_model"
+    tower = family_of("qwen3_vl" if model is None else model.config.model_type).lora_tower
+    if not tower:
         names, tower = _targets(model, target_modules)
         part = r"(?!.*\.conv\.).*(language_model|text_model)"  # vLLM leaves short convolutions alone, too
     language = rf"{part}.*\.({'|'.join(names)})"

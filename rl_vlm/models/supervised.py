@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens
-from rl_vlm.models.families.processor import ProcessorImages
-from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, patchify
+from rl_vlm.models.families import layout_of
 from rl_vlm.types import EncodedImage, Message, Role
 
 _STAND_IN = EncodedImage("", b"", 0, 0)  # for any image, where only token ids are needed: encoding PNGs is slow
@@ -31,7 +30,7 @@ class Example:
     token_ids: np.ndarray  # int32 [T]
     targets: np.ndarray  # bool [T], True for tokens of the policy
     positions: np.ndarray  # int64 [axes, T]
-    pixels: dict[str, Tensor]  # of all images: arguments of the model's forward
+    pixels: Mapping[str, Tensor]  # of all images: arguments of the model's forward
 
 
 class DialogueEncoder:
@@ -39,16 +38,9 @@ class DialogueEncoder:
 
     def __init__(self, processor: Any) -> None:
         tokenizer = processor.tokenizer
-        self._read_images, around = processor.image_processor, ("", "")
-        self.images: ImageLayout
-        if "Qwen" in type(processor).__name__:
-            spec = ImageProcessorSpec.from_processor(processor)
-            self.images = replace(spec, image_token_id=processor.image_token_id)
-        else:
-            self.images = images = ProcessorImages(processor, {"image_token_id": processor.image_token_id})
-            around = (images.before, images.after)
+        self.images = layout_of(processor)
         template = processor.chat_template or tokenizer.chat_template
-        self._codec = codec = ChatCodec(tokenizer, template, processor.image_token, around)
+        self._codec = codec = ChatCodec(tokenizer, template, processor.image_token, self.images.around)
         self.pad_token_id = codec.pad_token_id  # fills the right side of shorter rows
 
         def given(role: Role, parts: tuple[str | None, ...], is_first: bool) -> np.ndarray:
@@ -82,13 +74,7 @@ class DialogueEncoder:
         is_reply = np.concatenate([np.full(len(span), number % 2 == 1) for number, span in enumerate(spans)])
         sizes = [replace(_STAND_IN, width=image.width, height=image.height) for image in shown]
         positions = self.images.positions(token_ids, sizes)
-        return Example(token_ids, np.repeat(is_reply, repeats), positions, self._pixels(shown))
-
-    def _pixels(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        if not isinstance(self.images, ImageProcessorSpec):
-            return dict(self._read_images([images], return_tensors="pt"))
-        patches, grids = zip(*(patchify(self.images, image) for image in images), strict=True)
-        return {"pixel_values": torch.from_numpy(np.concatenate(patches)), "image_grid_thw": torch.tensor(grids)}
+        return Example(token_ids, np.repeat(is_reply, repeats), positions, self.images.arguments(shown))
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -5,112 +5,24 @@ torch and peft are imported only where tensors are needed, so that the registry,
 
 from __future__ import annotations
 
-import hashlib
 import json
-import mmap
-import os
 import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rl_vlm.config import TrainedModelSection
 from rl_vlm.files import replace_folder
+from rl_vlm.models.tensor_bytes import TYPES, pack, read_header, tree_digest
 from rl_vlm.types import POLICY, UserInputError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch import Tensor, dtype, nn
-
-
-PIECE = 16 << 20  # bytes that one thread hashes at a time
-_MAX_THREADS = 8
-# safetensors' names of types, and the order in which it writes them, backwards.
-_TYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "int32": "I32",
-    "float32": "F32", "float64": "F64", "int64": "I64",
-}  # fmt: skip
-
-
-def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
-    """The bytes of a safetensors file, read-only, of tensors on any device, rounded there to `dtype` where it is given.
-    Equal tensors give equal bytes. Raises ValueError for a type that is not in _TYPES."""
-    import torch
-
-    header, places = _layout(state, dtype)
-    content = torch.empty(len(header) + max((end for _, end, _ in places.values()), default=0), dtype=torch.uint8)
-    content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    body = content[len(header) :]
-    for name, (begin, end, kind) in places.items():
-        body[begin:end].view(kind).view(state[name].shape).copy_(state[name].detach())
-    return content.numpy().data.toreadonly()
-
-
-def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file to the disk itself, with memory for one tensor at a time. Raises OSError."""
-    import torch
-
-    header, places = _layout(state)
-    with path.open("wb") as file:
-        file.write(header)
-        for name in places:
-            plain = state[name].detach().to("cpu").contiguous()
-            file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def tree_digest(content: bytes | memoryview) -> str:
-    """SHA-256 in hexadecimal; of more than PIECE bytes, that of the SHA-256s of their pieces, which threads compute."""
-    view = memoryview(content)
-    if len(view) <= PIECE:
-        return hashlib.sha256(view).hexdigest()
-    starts = range(0, len(view), PIECE)
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        digests = threads.map(lambda start: hashlib.sha256(view[start : start + PIECE]).digest(), starts)
-        return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """`tree_digest` of a file's content. Raises OSError, and ValueError for an empty file."""
-    return tree_digest(_mapped(path))
-
-
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, tuple[int, int, dtype]]]:
-    """The header with its length before it, and by name, in order, begin, end and type of its bytes behind it."""
-    import torch
-
-    kinds = {name: tensor.dtype if dtype is None else getattr(torch, dtype) for name, tensor in state.items()}
-    names = {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}
-    order, end = [*_TYPES], 0
-    entries: dict[str, Any] = {}
-    for name in sorted(state, key=lambda name: (-order.index(names[name]), name)):
-        begin, end = end, end + state[name].numel() * kinds[name].itemsize
-        entries[name] = {"dtype": _TYPES[names[name]], "shape": [*state[name].shape], "data_offsets": [begin, end]}
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)
-    places = {name: (*entry["data_offsets"], kinds[name]) for name, entry in entries.items()}
-    return len(header).to_bytes(8, "little") + header, places
-
-
-def _read_header(tensors: bytes | memoryview) -> tuple[int, dict[str, Any]]:
-    """Where the tensors' bytes begin, and type, shape and place of each by name. Raises ValueError, TypeError and
-    RecursionError for a damaged header."""
-    start = 8 + int.from_bytes(tensors[:8], "little")
-    header = dict(json.loads(bytes(tensors[8:start])))
-    header.pop("__metadata__", None)
-    return start, header
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +68,10 @@ class WeightPayload:
         if cls is AdapterPayload:
             LoraSettings.read(folder, config_json)
         try:
-            _, header = _read_header(tensors)
+            _, header = read_header(tensors)
             # Adapters of convolutions have the same names.
             other = [name for name, one in header.items() if cls is AdapterPayload and len(one["shape"]) != 2]
-            other += [f"{name} in {x['dtype']}" for name, x in header.items() if x["dtype"] not in _TYPES.values()]
+            other += [f"{name} in {x['dtype']}" for name, x in header.items() if x["dtype"] not in TYPES.values()]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserInputError(f"{cls.TENSORS} of {folder} cannot be read ({error}).") from error
         if not header:
@@ -179,8 +91,8 @@ class WeightPayload:
         import torch
 
         try:
-            start, header = _read_header(self.tensors)
-            types = {name: getattr(torch, kind) for kind, name in _TYPES.items()}
+            start, header = read_header(self.tensors)
+            types = {name: getattr(torch, kind) for kind, name in TYPES.items()}
             tensors: dict[str, Tensor] = {}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -347,79 +259,3 @@ def put_weights(model: nn.Module, payload: WeightPayload) -> None:
     check_fits(state, own, f"Weight version {payload.version}")
     for name, parameter in own.items():
         parameter.data.copy_(state[name])
-
-
-# What a run trained, as it lies in a folder: an adapter in peft's format, or all weights.
-
-_KINDS: tuple[type[AdapterPayload] | type[FullPayload], ...] = (AdapterPayload, FullPayload)
-
-
-def read_payload(folder: Path, version: int, policy: str = POLICY) -> WeightPayload:
-    """Read the version in a folder, of either kind. Raises UserInputError."""
-    return (FullPayload if is_full(folder) else AdapterPayload).read(folder, version, policy)
-
-
-def is_full(folder: Path) -> bool:
-    """Whether a folder holds all weights of a model as a run keeps them, not an adapter."""
-    return (folder / FullPayload.CONFIG).is_file()
-
-
-def trained_folder(folder: Path) -> Path | None:
-    """The folder that holds what was trained: inside a run or a checkpoint, or this one, or the one inside it that peft
-    named after its adapter; None where there is none."""
-    places = [(folder / kind.FOLDER, kind) for kind in _KINDS] + [(folder, kind) for kind in _KINDS]
-    named = [path.parent for path in folder.glob(f"*/{AdapterPayload.CONFIG}")]
-    places += [(place, AdapterPayload) for place in named if len(named) == 1]
-    return next((place for place, kind in places if (place / kind.CONFIG).is_file()), None)
-
-
-def find_trained(*named: Path | str | None) -> Path | None:
-    """The folder of trained weights that a command or `model.adapter` names, by itself or by its run; None: the base
-    model. Raises UserInputError when two are named, or the named holds neither plain LoRA nor full weights."""
-    given = [Path(name) for name in named if name is not None]
-    if len(given) > 1:
-        raise UserInputError("--adapter and --run-dir both name an adapter: give one of them.")
-    if not given:
-        return None
-    trained = trained_folder(given[0])
-    if trained is None:
-        raise UserInputError(
-            f"{given[0]} is neither a peft adapter folder nor a run folder: it holds no {AdapterPayload.CONFIG}, no "
-            "adapter/ and no weights/."
-        )
-    if not is_full(trained):
-        AdapterPayload.checked(trained, _mapped)  # of which the header alone is read
-    return trained
-
-
-def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
-    """The adapter that training starts with, as version 1. Raises UserInputError where `model.lora` is another."""
-    from rl_vlm.models.lora import target_choice  # imports torch, which a dry run without an adapter does not need
-
-    folder, wanted = find_trained(model.adapter), model.lora
-    assert folder is not None
-    payload = AdapterPayload.read(folder, 1)
-    check_finite(payload.state(), f"The adapter {folder}")
-    found = LoraSettings.read(folder, payload.config_json)
-    if found.use_rslora:
-        raise UserInputError(f"{folder} has use_rslora and cannot be continued: merge it into the model by peft.")
-    _, header = _read_header(payload.tensors)
-    modules = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in header if name.endswith(DOWN)]
-    target_modules = target_choice(modules, wanted.target_modules)
-    if (found.r, found.lora_alpha, target_modules) != (wanted.rank, wanted.alpha, wanted.target_modules):
-        layers = target_modules or sorted({name.rsplit(".", 1)[-1] for name in modules})
-        values = f"{{rank: {found.r}, alpha: {found.lora_alpha:g}, target_modules: {layers}}}"
-        advice = f"set model.lora='{values}'" if target_modules else "train an adapter with one of our choices"
-        raise UserInputError(
-            f"model.adapter: {folder} has {values}, and model.lora says {wanted.rank}, {wanted.alpha} and "
-            f"{wanted.target_modules}: {advice}."
-        )
-    return payload
-
-
-def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
-    """The folder that `model.adapter` names, to be printed; nothing without one. Raises as `initial_adapter`."""
-    if model.adapter is None:
-        return {}
-    initial_adapter(model)
-    return {"adapter": str(find_trained(model.adapter))}

@@ -34,7 +34,7 @@ from rl_vlm.evaluation.outcomes import (
 from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left, losses, play_tasks
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.models.weights import find_trained, is_full, read_payload
+from rl_vlm.models.trained import find_trained, is_full, read_payload
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import GenerationRequest, Message, SamplingParams, Split, UserInputError
 

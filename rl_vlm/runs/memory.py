@@ -10,9 +10,12 @@ from typing import Any
 from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
 from rl_vlm.machine import multiplies_bfloat16
 from rl_vlm.models.hub import fetch_config
-from rl_vlm.models.loading import DType, builtin_models, resolve_model
-from rl_vlm.models.memory.needs import Card, MemoryPlan, plan_memory, published_bytes
+from rl_vlm.models.loading import builtin_models, resolve_model
+from rl_vlm.models.memory.parts import published_bytes
+from rl_vlm.models.memory.reading import read_shape, shape_of_config
 from rl_vlm.models.memory.shape import ELEMENT, GIB, ModelShape, amount, gib, text
+from rl_vlm.models.modules import DType
+from rl_vlm.runs.memory_plan import Card, MemoryPlan, plan_memory
 from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
 
@@ -22,18 +25,18 @@ _STORE_MIB = 256  # of the object store of a small run
 def shape_of(model: str) -> ModelShape:
     """The shapes of `model.path`; of a hub name only config.json is fetched. Raises UserInputError."""
     if model in builtin_models():  # building it takes minutes
-        return ModelShape.from_config(builtin_models()[model].config())
+        return shape_of_config(builtin_models()[model].config())
     try:
-        return ModelShape.read(resolve_model(model))
+        return read_shape(resolve_model(model))
     except UserInputError:
         if model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise
-        return ModelShape.read(fetch_config(model))
+        return read_shape(fetch_config(model))
 
 
 def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
     """The plan for GPUs of `gpu_gib` GiB, else for the smallest one here, else for the recipe's card."""
-    shape = shape_of(config.model.path) if folder is None else ModelShape.read(folder)
+    shape = shape_of(config.model.path) if folder is None else read_shape(folder)
     here = gpu_sizes() if config.needed_gpus and not gpu_gib else []
     card = gpu_gib or min(here, default=config.model.least_gpu_gib)
     return plan_memory(config, shape, None if card is None else gib(card))

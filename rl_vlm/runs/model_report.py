@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.models.families import QWEN_TOWERS, WRITTEN_OUT, make_backbone
+from rl_vlm.models.families import family_of, make_backbone
+from rl_vlm.models.families.family import Family
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.memory.shape import ModelShape, amount
+from rl_vlm.models.memory.reading import read_shape
+from rl_vlm.models.memory.shape import amount
+from rl_vlm.models.modules import empty_model
 from rl_vlm.types import EncodedImage, Message, Role
 
 _SIDE = 1024  # pixels of the picture whose tokens are counted
@@ -20,24 +23,19 @@ _PICTURE = EncodedImage("", b"", 64, 64)  # of which only the place is needed
 
 def report(name: str) -> dict[str, Any]:
     """The facts by name. Raises UserInputError for a folder that cannot be used."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     quiet_libraries()
     folder = resolve_model(name)
     text = load_text_side(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family, shape = str(config["model_type"]), ModelShape.read(folder)
-    with torch.device("meta"):  # without weights
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
-    backbone = make_backbone(model, text.images, np.empty(0, dtype=np.int64))
+    family, shape = family_of(config["model_type"]), read_shape(folder)
+    backbone = make_backbone(empty_model(config), text.images, np.empty(0, dtype=np.int64))
     codec = text.codec
     return {
         "model": str(folder),
-        "family": family,
+        "family": config["model_type"],
         "parameters": amount(shape.parameters),
-        "vision tower": "fast" if family in QWEN_TOWERS else "generic",
-        "decoding (transformers engine)": "fast" if family in WRITTEN_OUT else "generic",
+        "vision tower": "fast" if family.backbone != Family().backbone else "generic",
+        "decoding (transformers engine)": "fast" if family.text_model else "generic",
         "samples of a prompt share a row": backbone.packs,
         "vLLM knows it": _vllm_knows(config),
         "end of a turn": codec.token_bytes(codec.end_of_turn_id).decode(),

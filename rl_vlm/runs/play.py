@@ -17,7 +17,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.players import check_some_are_left, losses
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.models.weights import find_trained, read_payload
+from rl_vlm.models.trained import find_trained, read_payload
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.runs.evaluate import run_for, served_worker
 from rl_vlm.safe_text import printable_json

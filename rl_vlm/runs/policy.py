@@ -21,7 +21,7 @@ from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_warn
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.weights import check_initial_adapter
+from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.monitoring.display import episode_line
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.rollout.scoring import try_functions, try_parts

@@ -17,7 +17,8 @@ from rl_vlm.config.loading import of_policy
 from rl_vlm.labelling.teachers import prompts_of
 from rl_vlm.models.export import export_model, find_trained_and_model
 from rl_vlm.models.hub import transport_errors
-from rl_vlm.models.weights import AdapterPayload, is_full
+from rl_vlm.models.trained import is_full
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.api import Run
 from rl_vlm.runs.reward_model import RewardModel
 from rl_vlm.safe_text import one_line

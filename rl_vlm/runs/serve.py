@@ -24,7 +24,8 @@ from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import check_quantization, check_weights, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.weights import AdapterPayload, WeightPayload, find_trained, read_payload, trained_folder
+from rl_vlm.models.trained import find_trained, read_payload, trained_folder
+from rl_vlm.models.weights import AdapterPayload, WeightPayload
 from rl_vlm.runs.evaluate import run_for
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.surroundings import check_vllm_is_installed

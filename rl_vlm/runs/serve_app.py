@@ -26,7 +26,7 @@ from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.weights import read_payload
+from rl_vlm.models.trained import read_payload
 from rl_vlm.runs.serve import http_app, plan
 from rl_vlm.serving.adapters import ServedAdapters
 from rl_vlm.serving.deploy import build_app

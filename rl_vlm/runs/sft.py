@@ -12,8 +12,8 @@ from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_chec
 from rl_vlm.config import SFTConfig
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.models.weights import check_initial_adapter
+from rl_vlm.models.memory.reading import read_shape
+from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.monitoring.display import SFT_ROWS
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import weights_size
@@ -37,7 +37,7 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
         if measured:
             summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
     summary["steps"] = total_steps(job, data)
-    return summary | weights_size(ModelShape.read(folder).parameters, job.model.dtype), data
+    return summary | weights_size(read_shape(folder).parameters, job.model.dtype), data
 
 
 def total_steps(job: SFTConfig, data: JobData) -> int:

@@ -14,7 +14,7 @@ import ray
 
 from rl_vlm.config import HTTPSection, PolicyConfig
 from rl_vlm.models.lora import adaptable_linears, lora_factors
-from rl_vlm.models.memory.shape import empty_model
+from rl_vlm.models.modules import empty_model
 from rl_vlm.models.weights import AdapterPayload, LoraSettings, WeightPayload, check_finite, in_language_model
 from rl_vlm.serving.deploy import ServingError
 from rl_vlm.serving.registry import Published

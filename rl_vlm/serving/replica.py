@@ -21,10 +21,10 @@ from ray.serve._private import replica
 from rl_vlm.batches import in_batches
 from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
+from rl_vlm.engines.memory import max_kv_tokens
 from rl_vlm.machine import available_memory
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.models.memory.needs import max_kv_tokens
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.counters import ReplicaTally
 from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
@@ -94,7 +94,7 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
         max_rows=serving.max_rows,
         max_kv_tokens=max_kv_tokens(
             config,
-            ModelShape.read(model),
+            read_shape(model),
             card=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
             # All replicas are taken to be on this machine.
             free=available_memory()[1] // serving.num_replicas,

@@ -21,7 +21,7 @@ from ray.tune.result import SHOULD_CHECKPOINT
 from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.sweep import HELD_OUT, SEED, SweepConfig, changed
 from rl_vlm.files import csv_lines, whole_lines, write_atomic
-from rl_vlm.models.weights import trained_folder
+from rl_vlm.models.trained import trained_folder
 from rl_vlm.plots.sweep import draw_settings
 from rl_vlm.safe_text import printable
 from rl_vlm.statistics import student_half_width

@@ -18,7 +18,8 @@ from vllm_support import vllm_config
 
 from rl_vlm.config import load_config
 from rl_vlm.engines.base import BASE_MODEL, EngineError
-from rl_vlm.models.weights import FullPayload, trained_folder
+from rl_vlm.models.trained import trained_folder
+from rl_vlm.models.weights import FullPayload
 from rl_vlm.runs.train import evaluate_run, train
 from rl_vlm.types import Completion
 

@@ -13,7 +13,7 @@ from vllm_support import vllm_config
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models.loading import HeadDType
+from rl_vlm.models.modules import HeadDType
 
 
 @pytest.fixture(scope="module")

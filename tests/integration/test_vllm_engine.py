@@ -36,7 +36,8 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.engines.vllm_weights import AdapterVersions
-from rl_vlm.models.images import ImageProcessorSpec, PixelLimits, TextSide
+from rl_vlm.models.families.qwen_vl import ImageProcessorSpec
+from rl_vlm.models.images import PixelLimits, TextSide
 from rl_vlm.models.loading import load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload

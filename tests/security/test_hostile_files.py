@@ -32,9 +32,10 @@ from rl_vlm.http.reader import RequestReader
 from rl_vlm.labelling.import_labels import import_labels
 from rl_vlm.labelling.labels import Label, Segment, SegmentPair
 from rl_vlm.labelling.store import LabelStore
-from rl_vlm.models.images import ImageProcessorSpec
-from rl_vlm.models.loading import from_folder
-from rl_vlm.models.weights import AdapterPayload, initial_adapter, trained_folder
+from rl_vlm.models.families.qwen_vl import ImageProcessorSpec
+from rl_vlm.models.modules import from_folder
+from rl_vlm.models.trained import initial_adapter, trained_folder
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import EncodedImage, UserInputError
 
 GOOD = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -26,7 +26,7 @@ from rl_vlm.http.app import json_bytes
 from rl_vlm.http.reader import image_file, seen_image
 from rl_vlm.http.replies import Asked, ChatReply
 from rl_vlm.http.schema import ChatRequest, parse_body
-from rl_vlm.models.images import ImageProcessorSpec, patchify, shrunk
+from rl_vlm.models.families.qwen_vl import ImageProcessorSpec, patchify
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -170,7 +170,7 @@ def test_a_photo_is_kept_in_the_size_that_the_model_sees() -> None:
         theirs, same = patchify(spec, EncodedImage.from_pil(noise))
         assert grid == same and np.array_equal(ours, theirs)
     small = Image.new("RGB", (40, 40))
-    assert shrunk(spec, small) is small
+    assert spec.shrunk(small) is small
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from peft import LoraConfig
 from tables import table
 
 from rl_vlm.config import TrainedModelSection
-from rl_vlm.models.weights import PREFIX, AdapterPayload, check_initial_adapter, find_trained, read_payload
+from rl_vlm.models.trained import check_initial_adapter, find_trained, read_payload
+from rl_vlm.models.weights import PREFIX, AdapterPayload
 from rl_vlm.types import UserInputError
 
 TABLES = table("adapters")

@@ -35,8 +35,10 @@ from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
-from rl_vlm.models import images, kernels
-from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, TextSide, frame_patches
+from rl_vlm.models import kernels
+from rl_vlm.models.families import qwen_vl
+from rl_vlm.models.families.qwen_vl import ImageProcessorSpec, frame_patches
+from rl_vlm.models.images import ReadAhead, TextSide, UnusableImageError
 from rl_vlm.models.kernels import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.types import EncodedImage, Trajectory
 
@@ -336,7 +338,7 @@ class Decoder:
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     decoder = Decoder()
-    monkeypatch.setattr(images, "frame_patches", decoder)
+    monkeypatch.setattr(qwen_vl, "frame_patches", decoder)
     return decoder
 
 
@@ -364,7 +366,7 @@ def test_an_image_that_cannot_be_decoded_is_an_error_where_it_is_read() -> None:
     reader = ReadAhead(SPEC)
     reader.announce([broken, good])
     reader.read([good])
-    with pytest.raises(ImageError):
+    with pytest.raises(UnusableImageError):
         reader.read([broken])
 
 

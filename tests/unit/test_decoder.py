@@ -26,7 +26,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall
-from rl_vlm.models.families.qwen_vl import QwenBackbone
+from rl_vlm.models.families.qwen_fast import QwenBackbone
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, StopReason
 

@@ -19,7 +19,8 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import RowCache, reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.families.qwen_vl import _VISION_PATCHES, QwenBackbone
+from rl_vlm.models.families.qwen_fast import QwenBackbone
+from rl_vlm.models.families.qwen_vl import PATCHES_AT_ONCE
 from rl_vlm.models.images import PixelLimits, TextSide
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_runner import RolloutWorker
@@ -120,7 +121,7 @@ def test_more_images_than_one_pass_takes_give_the_same_features(
 ) -> None:
     images = pictures(np.random.default_rng(2), 9)
     whole = backbone_of(tiny_folder, text).image_features(images)
-    monkeypatch.setitem(_VISION_PATCHES, "cpu", 40)
+    monkeypatch.setitem(PATCHES_AT_ONCE, "cpu", 40)
     backbone = backbone_of(tiny_folder, text)
     passes = []
     monkeypatch.setattr(

@@ -27,7 +27,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import choose_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.families.qwen_vl import QwenBackbone
+from rl_vlm.models.families.qwen_fast import QwenBackbone
 from rl_vlm.models.images import TextSide
 from rl_vlm.seeding import derive_seed, splitmix64, uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason

@@ -34,7 +34,8 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
 from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
-from rl_vlm.models.weights import FullPayload, find_trained, read_payload
+from rl_vlm.models.trained import find_trained, read_payload
+from rl_vlm.models.weights import FullPayload
 from rl_vlm.types import Trajectory, UserInputError
 
 TABLES = table("settings")

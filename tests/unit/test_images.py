@@ -24,7 +24,8 @@ from transformers import AutoProcessor, Qwen2VLImageProcessor
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs.images import pixels
 from rl_vlm.http.reader import RequestReader
-from rl_vlm.models.images import ImageError, ImageProcessorSpec, patchify
+from rl_vlm.models.families.qwen_vl import ImageProcessorSpec, patchify
+from rl_vlm.models.images import UnusableImageError
 from rl_vlm.types import EncodedImage, UserInputError
 from rl_vlm.zoo.tiny.model import build_processor
 
@@ -60,7 +61,7 @@ def test_patches_equal_the_processors_for_any_size(name: str) -> None:
 
 def test_a_resize_as_qwens_does_not_import_torchvision() -> None:
     code = (
-        "import sys, numpy, PIL.Image as p; from rl_vlm.models.images import *; "
+        "import sys, numpy, PIL.Image as p; from rl_vlm.models.families.qwen_vl import *; "
         "patchify(ImageProcessorSpec(min_pixels=1024), p.fromarray(numpy.zeros((40, 70, 3), numpy.uint8))); "
         "assert 'torch' in sys.modules and 'torchvision' not in sys.modules"
     )
@@ -130,14 +131,14 @@ def test_an_impossible_size_is_an_error_that_names_the_image(size: tuple[int, in
         lambda: spec.grid_thw(*size, name="row 17"),
     )
     for call in calls:
-        with pytest.raises(ImageError):
+        with pytest.raises(UnusableImageError):
             call()
-    assert issubclass(ImageError, UserInputError)
+    assert issubclass(UnusableImageError, UserInputError)
 
 
 @pytest.mark.parametrize("png", [b"", b"not a png", EncodedImage.from_pil(Image.new("RGB", (64, 64), "red")).png[:60]])
 def test_damaged_bytes_are_an_error_that_names_the_image(png: bytes) -> None:
-    with pytest.raises(ImageError):
+    with pytest.raises(UnusableImageError):
         patchify(ImageProcessorSpec(), EncodedImage("abcdef0123456789", png, 64, 64))
 
 

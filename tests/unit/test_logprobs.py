@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rl_vlm.learning.losses import Allowed, Tile, token_logprobs
 from rl_vlm.models import kernels
-from rl_vlm.models.families.qwen_vl import QwenBackbone
+from rl_vlm.models.families.qwen_fast import QwenBackbone
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
 SUPPRESSED = [0, 7, 8, 49]

@@ -30,8 +30,8 @@ from rl_vlm.models.lora import (
     lora_state,
     merge_into,
     merged_weights,
-    target_choice,
 )
+from rl_vlm.models.trained import target_choice
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer

@@ -20,21 +20,16 @@ from transformers import (
 
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
-from rl_vlm.models.families import generic, qwen_vl
+from rl_vlm.engines.memory import KV, kv_cache_bytes, max_kv_tokens, replica_parts
+from rl_vlm.learning.memory import layer_bytes_per_token
+from rl_vlm.models.families import generic
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
-from rl_vlm.models.memory import needs
-from rl_vlm.models.memory.needs import (
-    CUDA_CONTEXT,
-    driver_gpu,
-    gib,
-    learner_fraction,
-    max_kv_tokens,
-    place,
-    plan_memory,
-    shares_gpu,
-)
-from rl_vlm.models.memory.shape import ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
+from rl_vlm.models.memory.parts import CUDA_CONTEXT, held_by_learner
+from rl_vlm.models.memory.placement import driver_gpu, learner_fraction, place, shares_gpu
+from rl_vlm.models.memory.reading import read_shape, shape_of_config
+from rl_vlm.models.memory.shape import ELEMENT, GIB, gib
 from rl_vlm.runs.memory import make_plan, object_store_mib, shape_of
+from rl_vlm.runs.memory_plan import plan_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OTHERS = json.loads((Path(__file__).parents[1] / "fixtures/other_shapes.json").read_text())
@@ -113,20 +108,17 @@ def kept_bytes(size: str, layers: int, dtype: torch.dtype, target: str, tokens: 
 def test_a_layer_keeps_what_autograd_keeps(size: str, dtype: str, target: str) -> None:
     tokens, torch_dtype = 64, getattr(torch, dtype)
     counted = kept_bytes(size, 3, torch_dtype, target, tokens) - kept_bytes(size, 2, torch_dtype, target, tokens)
-    shape = ModelShape.from_config(PUBLISHED[size])
-    assert needs.layer_bytes_per_token(shape, ELEMENT[dtype], 32, target) * tokens == counted
+    shape = shape_of_config(PUBLISHED[size])
+    assert layer_bytes_per_token(shape, ELEMENT[dtype], 32, target) * tokens == counted
 
 
-def test_constants_are_those_of_the_code_that_allocates() -> None:
-    assert qwen_vl._VISION_PATCHES == {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
+def test_the_cache_of_image_features_is_counted_where_it_is_allocated() -> None:
     assert ModelSection().image_cache_bytes == generic.CACHE_BYTES
     wide, narrow = PolicyConfig(), parse_config({"model": {"image_cache_mib": 16}})
-    shape = ModelShape.from_config(PUBLISHED["2b"])
-    for images in (
-        lambda run: needs._images(run, shape, 4).bytes,
-        lambda run: needs._frozen_tower(run, shape, 4, 0).bytes,
-    ):
-        assert images(wide) - images(narrow) == 240 << 20
+    shape = shape_of_config(PUBLISHED["2b"])
+    for parts in (held_by_learner, lambda run, shape: replica_parts(run, shape, None)):
+        sizes = [next(part.bytes for part in parts(run, shape) if part.name == "images") for run in (wide, narrow)]
+        assert sizes[0] - sizes[1] == 240 << 20
 
 
 def recipe(name: str, *overrides: str) -> PolicyConfig:
@@ -136,12 +128,12 @@ def recipe(name: str, *overrides: str) -> PolicyConfig:
 def test_the_parts_of_a_recipe_by_hand() -> None:
     run = recipe("geo3k_qwen3vl_4b")
     card = gib(47.4)
-    plan = plan_memory(run, ModelShape.from_config(PUBLISHED["4b"]), card)
+    plan = plan_memory(run, shape_of_config(PUBLISHED["4b"]), card)
     found = sizes(plan)
     assert found["learner", "weights"] == found["replica", "weights"] == 4_437_815_808 * 2
     assert found["learner", "LoRA and optimiser"] == 66_060_288 * 16  # weight, gradient, two moments in float32
     # One token: 36 layers, 8 heads of 128, keys and values, two bytes. vLLM's share is 0.42 of the card.
-    assert ModelShape.from_config(PUBLISHED["4b"]).kv_bytes_per_token(2) == 147_456
+    assert shape_of_config(PUBLISHED["4b"]).kv_bytes_per_token(2) == 147_456
     assert sum(size for (kind, _), size in found.items() if kind == "replica") == int(0.42 * card)
     assert found["replica", "adapters"] == 2 * 66_060_288 * 2
     assert plan.adapter_bytes == 66_060_288 * 4
@@ -153,19 +145,19 @@ def test_every_recipe_fits_the_card_that_it_names(path: Path) -> None:
     reported = CARDS[int(run.model.gpu_memory_gib or 0)]
     assert run.model.least_gpu_gib is not None and run.model.least_gpu_gib <= reported
     plan = make_plan(run, reported)
-    kv = sizes(plan)["replica", needs.KV]
+    kv = sizes(plan)["replica", KV]
     assert plan.fits and plan.gpus == 1 and len(plan.cards) == 1
     assert kv > 4 * run.serving.max_context * shape_of(run.model.path).kv_bytes_per_token(2)  # samples at once
 
 
 def test_a_large_model_needs_several_cards() -> None:
     run = recipe("geo3k_qwen3vl_8b")
-    plan = plan_memory(run, ModelShape.from_config(PUBLISHED["32b"]), gib(79.15))
+    plan = plan_memory(run, shape_of_config(PUBLISHED["32b"]), gib(79.15))
     weights = sizes(plan)["learner", "weights"] / GIB
     assert 57 < weights < 63 and not plan.fits
     alone = recipe("geo3k_qwen3vl_8b", "serving.gpus_per_replica=4", "serving.vllm.tensor_parallel_size=4",
                    "serving.vllm.gpu_memory_utilization=0.85", "learner.gpus_per_learner=1")  # fmt: skip
-    plan = plan_memory(alone, ModelShape.from_config(PUBLISHED["32b"]), gib(139.0))
+    plan = plan_memory(alone, shape_of_config(PUBLISHED["32b"]), gib(139.0))
     assert plan.fits and plan.gpus == 5
     assert [(card.count, [process.kind for process in card.processes]) for card in plan.cards] == [
         (4, ["replica"]),
@@ -176,7 +168,7 @@ def test_a_large_model_needs_several_cards() -> None:
 
 @pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", False), ("zero3", False), ("fsdp2", True)])
 def test_sharded_layers_let_several_cards_hold_what_one_does_not(strategy: str, offload: bool) -> None:
-    shape = ModelShape.from_config(PUBLISHED["32b"])
+    shape = shape_of_config(PUBLISHED["32b"])
     run = recipe("geo3k_qwen3vl_8b", "serving.gpus_per_replica=4", "serving.vllm.tensor_parallel_size=4",
                  "serving.vllm.gpu_memory_utilization=0.85", "learner.gpus_per_learner=1", "learner.num_learners=4",
                  f"learner.strategy={strategy}", f"learner.offload_params={str(offload).lower()}")  # fmt: skip
@@ -192,12 +184,12 @@ def test_sharded_layers_let_several_cards_hold_what_one_does_not(strategy: str, 
 
 
 def test_checkpointing_saves_all_layers_but_one() -> None:
-    shape = ModelShape.from_config(PUBLISHED["4b"])
+    shape = shape_of_config(PUBLISHED["4b"])
     with_it, without = (
         sizes(plan_memory(recipe("geo3k_qwen3vl_4b", f"learner.gradient_checkpointing={on}"), shape, None))
         for on in ("true", "false")
     )
-    layer = 8192 * needs.layer_bytes_per_token(shape, 2, 32, "all")
+    layer = 8192 * layer_bytes_per_token(shape, 2, 32, "all")
     assert without["learner", "activations"] - with_it["learner", "activations"] == 35 * layer - 36 * 8192 * 2560 * 2
 
 
@@ -230,25 +222,25 @@ def test_a_learner_beside_vllm_gets_what_vllm_leaves() -> None:
 
 
 def test_keys_and_values_are_sized_where_the_gpu_is_shared() -> None:
-    shape, card = ModelShape.from_config(PUBLISHED["4b"]), gib(47.4)
+    shape, card = shape_of_config(PUBLISHED["4b"]), gib(47.4)
     run = recipe("geo3k_qwen3vl_4b")
-    planned = sizes(plan_memory(run, shape, card))["replica", needs.KV]
-    assert needs.kv_cache_bytes(run, shape, card) == planned > 5 * GIB
-    assert needs.kv_cache_bytes(gpus(1, 1, 1, 1), shape, card) is None  # vLLM measures a GPU of its own
+    planned = sizes(plan_memory(run, shape, card))["replica", KV]
+    assert kv_cache_bytes(run, shape, card) == planned > 5 * GIB
+    assert kv_cache_bytes(gpus(1, 1, 1, 1), shape, card) is None  # vLLM measures a GPU of its own
     own = recipe("geo3k_qwen3vl_4b", "serving.vllm.gpu_kv_cache_gib=3")
-    assert needs.kv_cache_bytes(own, shape, card) == 3 * GIB
+    assert kv_cache_bytes(own, shape, card) == 3 * GIB
     # Where nothing is left vLLM is given one token, which it refuses with a sentence.
-    assert needs.kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
+    assert kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
 
 
 def test_the_transformers_engine_holds_adapters_beside_16_bit_weights() -> None:
     """Two versions in float32; in float32 they are merged, and the layers counted again."""
     run = gpus(1, 1, 1, 1, engine="transformers")
-    found = sizes(plan_memory(run, ModelShape.from_config(PUBLISHED["4b"]), gib(79.15)))
+    found = sizes(plan_memory(run, shape_of_config(PUBLISHED["4b"]), gib(79.15)))
     rank_16 = 66_060_288 // 2
     assert found["replica", "adapters"] == 2 * 4 * rank_16
     merged = parse_config({"serving": {"gpus_per_replica": 1, "engine": "transformers"}})
-    names = sizes(plan_memory(merged, ModelShape.from_config(PUBLISHED["4b"]), gib(79.15)))
+    names = sizes(plan_memory(merged, shape_of_config(PUBLISHED["4b"]), gib(79.15)))
     assert ("replica", "merged adapters") in names and ("replica", "adapters") not in names
 
 
@@ -256,8 +248,8 @@ def test_the_transformers_engine_holds_adapters_beside_16_bit_weights() -> None:
 def test_a_key_head_is_not_cut_over_gpus(parallel: int, heads: int) -> None:
     """8B has eight: sixteen GPUs hold each twice. 36 layers, 128 numbers of two bytes, keys and values."""
     run = gpus(1, parallel, 1, 1, vllm={"tensor_parallel_size": parallel, "gpu_kv_cache_gib": 1})
-    shape = ModelShape.from_config(PUBLISHED["8b"])
-    (part,) = [part for part in needs.replica_parts(run, shape, gib(79.15)) if part.name == needs.KV]
+    shape = shape_of_config(PUBLISHED["8b"])
+    (part,) = [part for part in replica_parts(run, shape, gib(79.15)) if part.name == KV]
     assert f"{GIB // (2 * 36 * heads * 128 * 2)} tokens" in part.detail
 
 
@@ -328,7 +320,7 @@ def count(model: Any) -> int:
 def test_parameters_equal_those_of_the_real_class(size: str) -> None:
     data = PUBLISHED[size]
     model = on_meta(Qwen3VLConfig(**copy.deepcopy(data)))
-    shape = ModelShape.from_config(data)
+    shape = shape_of_config(data)
     assert shape.parameters == count(model) == PUBLISHED_PARAMETERS[size]
     assert shape.tower.parameters == count(model.model.visual)
     assert shape.text.parameters + shape.text.embedding == count(model.model.language_model)
@@ -341,7 +333,7 @@ def test_an_adapter_has_the_size_that_peft_gives_it(target: str) -> None:
     data["vision_config"]["deepstack_visual_indexes"] = [0]
     model = inject_lora(on_meta(Qwen3VLConfig(**copy.deepcopy(data))), lora_config(32, 64, target))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert ModelShape.from_config(data).lora_parameters(32, target) == trained
+    assert shape_of_config(data).lora_parameters(32, target) == trained
 
 
 def test_qwen_2_5_is_counted_too(tmp_path: Path) -> None:
@@ -353,7 +345,7 @@ def test_qwen_2_5_is_counted_too(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(config)
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
-    assert ModelShape.read(tmp_path).parameters == count(model)
+    assert read_shape(tmp_path).parameters == count(model)
 
 
 # --- What replicas have memory for, and how many `rl-vlm serve` waits for at its start
@@ -363,7 +355,7 @@ FEWER = ["serving.num_replicas=3", "serving.autoscaling={min_replicas: 1, max_re
 
 
 def test_keys_and_values_get_what_a_replica_has_memory_for(tiny_folder: Path) -> None:
-    shape = ModelShape.read(tiny_folder)
+    shape = read_shape(tiny_folder)
 
     def limit(*settings: str, card: int = 0, free: int = 0) -> int:
         return max_kv_tokens(load_config(None, [f"model.path={tiny_folder}", *settings]), shape, card, free)

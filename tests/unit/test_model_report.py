@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from rl_vlm.models.families import generic
 from rl_vlm.models.loading import load_model, load_text_side
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.runs.model_report import report
 
 
@@ -57,7 +57,7 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     for family in ("smolvlm", "gemma4", "qwen3_5_moe"):
         folder = build(family, tmp_path / family)
         model = AutoModelForImageTextToText.from_pretrained(folder)
-        assert ModelShape.read(folder).parameters == sum(parameter.numel() for parameter in model.parameters()), family
+        assert read_shape(folder).parameters == sum(parameter.numel() for parameter in model.parameters()), family
 
 
 def test_the_example_of_a_new_family_on_the_page(tmp_path: Path) -> None:

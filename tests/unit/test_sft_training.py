@@ -21,7 +21,7 @@ from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import load_sft_config
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import load_lora_state, lora_state
-from rl_vlm.models.weights import check_initial_adapter
+from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.ownership import files_in, run_files
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer, learning_rate

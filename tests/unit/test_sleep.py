@@ -16,11 +16,13 @@ from tables import table
 
 from rl_vlm.config import load_config, parse_config
 from rl_vlm.engines.base import EngineStats
-from rl_vlm.models.memory import needs
-from rl_vlm.models.memory.needs import gib, learner_fraction, plan_memory
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.engines.memory import KV, kv_cache_bytes, replica_parts
+from rl_vlm.models.memory.placement import learner_fraction
+from rl_vlm.models.memory.reading import shape_of_config
+from rl_vlm.models.memory.shape import gib
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.memory import describe
+from rl_vlm.runs.memory_plan import plan_memory
 from rl_vlm.serving import registry as module
 from rl_vlm.serving.counters import ReplicaTally
 from rl_vlm.serving.follower import Follower
@@ -133,7 +135,7 @@ def test_runs_that_do_not_take_turns_are_refused(config: dict[str, dict[str, Any
 
 @pytest.mark.parametrize(("size", "reported"), [("2b", 23.6), ("4b", 47.4), ("8b", 79.15)])
 def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> None:
-    shape, card = ModelShape.from_config(PUBLISHED[size]), gib(reported)
+    shape, card = shape_of_config(PUBLISHED[size]), gib(reported)
     plain, turns = (
         load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml", [f"serving.vllm.rest_while_learning={rests}"])
         for rests in ("false", "true")
@@ -142,10 +144,10 @@ def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> Non
     learner = {name: size for (kind, name), size in sizes(plan).items() if kind == "learner"}
     update = sum(learner.pop(name) for name in ("activations", "attention mask", "logits"))
     kept = sum(learner.values())
-    fixed = sum(part.bytes for part in needs._vllm(turns, shape))
-    keys = needs.kv_cache_bytes(turns, shape, card)
+    fixed = sum(part.bytes for part in replica_parts(turns, shape, card) if part.name != KV)
+    keys = kv_cache_bytes(turns, shape, card)
     assert keys is not None and keys == int(card * 0.92) - kept - fixed
-    before = needs.kv_cache_bytes(plain, shape, card)
+    before = kv_cache_bytes(plain, shape, card)
     assert before is not None and keys > 2 * before
     (one,) = plan.cards
     assert one.turns and one.used == fixed + kept + max(keys, update)
@@ -157,7 +159,7 @@ def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> Non
 
 def test_weights_that_leave_no_room_for_a_sample_are_told() -> None:
     run = gpus(1, 0.5, 1, 0.5, max_context=4096, vllm={"rest_while_learning": True})
-    plan = plan_memory(run, ModelShape.from_config(PUBLISHED["8b"]), gib(23.6))
+    plan = plan_memory(run, shape_of_config(PUBLISHED["8b"]), gib(23.6))
     assert not plan.fits and "one sample of serving.max_context" in plan.starved
 
 

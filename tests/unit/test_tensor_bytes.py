@@ -19,8 +19,9 @@ from torch import Tensor
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.vllm_weights import FullVersions
-from rl_vlm.models import weights
-from rl_vlm.models.weights import FullPayload, file_digest, pack, tree_digest
+from rl_vlm.models import tensor_bytes
+from rl_vlm.models.tensor_bytes import file_digest, pack, tree_digest
+from rl_vlm.models.weights import FullPayload
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -68,7 +69,7 @@ def test_parameters_are_packed_without_a_gradient_and_cannot_be_changed_there() 
 
 @pytest.mark.parametrize("size", [1, 999, 1000, 1001, 3000, 3500])
 def test_the_digest_is_that_of_the_pieces(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PIECE", 1000)
+    monkeypatch.setattr(tensor_bytes, "PIECE", 1000)
     content = bytes(range(256)) * 14
     content = content[:size]
     wanted = hashlib.sha256(content)

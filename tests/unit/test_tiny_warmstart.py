@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from rl_vlm.envs.tools import parse_tool_call
-from rl_vlm.models.families.qwen_vl import fast_vision
+from rl_vlm.models.families.qwen_fast import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.form_lesson import geometry_drawer

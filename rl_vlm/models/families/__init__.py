@@ -1,50 +1,36 @@
-"""What each family of vision-language models needs: any by its own code in transformers, Qwen's by faster code."""
+"""The families of vision-language models. A file here says what is special of one; the table below lists them."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import pkgutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from rl_vlm.models.families.family import Family
+from rl_vlm.models.families.llava_onevision import LLAVA_ONEVISION
+from rl_vlm.models.families.processor import ProcessorImages
+from rl_vlm.models.families.qwen_vl import QWEN, WRITTEN_OUT, ImageProcessorSpec
+from rl_vlm.models.images import ImageLayout
 
+if TYPE_CHECKING:
     from rl_vlm.models.families.generic import Backbone
 
-# Model types whose towers and images are Qwen's, and those whose language model the transformers engine writes out.
-QWEN_TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-WRITTEN_OUT = ("qwen2_5_vl", "qwen3_vl")
-# Those whose class in vLLM takes no LoRA: vLLM runs transformers' own code for them.
-TRANSFORMERS_IN_VLLM = ("llava_onevision",)
+FAMILIES = {kind: family for family in (WRITTEN_OUT, QWEN, LLAVA_ONEVISION) for kind in family.types}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a `model_type`; one without special facts where the table has none."""
+    return FAMILIES.get(model_type, Family())
+
+
+def layout_of(processor: Any) -> ImageLayout:
+    """The images of a Hugging Face processor."""
+    if "Qwen" in type(processor).__name__:
+        return replace(ImageProcessorSpec.from_processor(processor), image_token_id=processor.image_token_id)
+    return ProcessorImages(processor, {"image_token_id": processor.image_token_id})
 
 
 def make_backbone(model: Any, *arguments: Any, **options: Any) -> Backbone:
     """The backbone of a model; arguments as of `Backbone`."""
-    from rl_vlm.models.families.generic import Backbone
-    from rl_vlm.models.families.qwen_vl import QwenBackbone
-
-    kind = QwenBackbone if model.config.model_type in QWEN_TOWERS else Backbone
-    return kind(model, *arguments, **options)
-
-
-def model_type(folder: Path) -> str:
-    """As config.json says."""
-    return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
-
-
-def keeps_states(folder: Path) -> bool:
-    """Whether some layers of the language model keep a state instead of keys and values (linear attention, ...)."""
-    from transformers import AutoConfig
-
-    kinds = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "layer_types", None) or ()
-    return any(not kind.endswith("_attention") or kind == "linear_attention" for kind in kinds)
-
-
-def text_model(model: Any) -> Any:
-    """The language model's own module, without its head."""
-    return model.model.language_model if hasattr(model.model, "language_model") else model.model.text_model
-
-
-def towers(model: Any) -> list[nn.Module]:
-    """The other modules, which make features of images."""
-    return [module for module in model.model.children() if module is not text_model(model)]
+    kind = pkgutil.resolve_name(family_of(model.config.model_type).backbone)
+    return kind(model, *arguments, **options)  # type: ignore[no-any-return]

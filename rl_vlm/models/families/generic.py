@@ -18,10 +18,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rl_vlm.models.families import text_model, towers
 from rl_vlm.models.images import ImageLayout, ReadAhead
 from rl_vlm.models.kernels import NAME, SegmentLayout, dense_mask, segment_attention, wide_product
-from rl_vlm.models.loading import HeadDType
+from rl_vlm.models.modules import HeadDType, text_model, towers
 from rl_vlm.types import EncodedImage, RLVLMError
 
 CACHE_BYTES = 256 << 20
@@ -29,6 +28,7 @@ CACHE_BYTES = 256 << 20
 # ms at 200 TFLOP/s on a GPU.
 _CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 19}
 
+KeysValues: TypeAlias = list[tuple[Tensor, Tensor]]  # of each layer
 Attention: TypeAlias = Literal["auto", "segments", "dense"]
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.chat import mrope_positions
-from rl_vlm.models.images import Grid, ImageError, decode
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.models.images import DEFAULT_PIXELS, Grid, UnusableImageError, decode
+from rl_vlm.models.modules import from_folder
+from rl_vlm.types import EncodedImage, PixelLimits, UserInputError
 
 _SAMPLE = (64, 64)  # the size of a picture by which the text around images is found
 _REMEMBERED_SIZES = 4096
@@ -21,8 +22,7 @@ _REMEMBERED_SIZES = 4096
 class ProcessorImages:
     """The images of a model folder by its processor. What depends on an image's size alone is found with a blank one.
 
-    placeholder: what the chat template writes for an image. before, after: the plain text around every image, which
-    the tokenizer may join with the words beside it.
+    placeholder: what the chat template writes for an image.
     """
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -37,16 +37,16 @@ class ProcessorImages:
         self._sized = lru_cache(maxsize=_REMEMBERED_SIZES)(self._sized_uncached)
         ids = self._blank(*_SAMPLE)["input_ids"][0].tolist()
         marks = [number for number, token in enumerate(ids) if token in self._special]
-        self.before = processor.tokenizer.decode(ids[: marks[0]])
-        self.after = processor.tokenizer.decode(ids[marks[-1] + 1 :])
+        before, after = ids[: marks[0]], ids[marks[-1] + 1 :]
+        self.around: tuple[str, str] = processor.tokenizer.decode(before), processor.tokenizer.decode(after)
 
     @classmethod
-    def from_folder(cls, folder: Path, config: Mapping[str, Any]) -> ProcessorImages:
-        """Of a model folder and the content of its config.json. Raises UserInputError."""
+    def from_folder(cls, folder: Path, config: Mapping[str, Any], pixels: PixelLimits) -> ProcessorImages:
+        """Of a model folder and the content of its config.json, without limits. Raises UserInputError."""
         from transformers import AutoProcessor
 
-        from rl_vlm.models.loading import from_folder
-
+        if pixels != DEFAULT_PIXELS:
+            raise UserInputError("model.min_pixels and model.max_pixels are for Qwen's models: leave them out.")
         try:
             return cls(from_folder(AutoProcessor, folder), config)
         except ImportError as error:
@@ -84,13 +84,21 @@ class ProcessorImages:
         """The processor's tensors of one image, by name."""
         return self._read(decode(image, image.sha256[:12]))
 
+    def arguments(self, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """See ImageLayout."""
+        return dict(self._processor.image_processor([images], return_tensors="pt"))
+
+    def shrunk(self, image: Image.Image) -> Image.Image:
+        """The image itself: what the processor makes of it is not known."""
+        return image
+
     def _read(self, image: Image.Image) -> dict[str, Any]:
         text = [self.placeholder]
         try:
             return dict(self._processor(images=[image], text=text, add_special_tokens=False, return_tensors="pt"))
         except ValueError as error:
-            raise ImageError(
-                f"The model's processor refuses an image of {image.width}x{image.height}: {error}"
+            raise UnusableImageError(
+                f"The model's processor does not take an image of {image.width}x{image.height}: {error}"
             ) from error
 
     def _blank(self, width: int, height: int) -> dict[str, Any]:

@@ -1,32 +1,15 @@
-"""ModelShape: parameters, LoRA sizes and bytes per token of models, which equal what transformers' classes allocate. Of
-Qwen2.5-VL and Qwen3-VL they follow from config.json; of other families they are counted."""
+"""ModelShape: parameters, LoRA sizes and bytes per token of a model, as transformers' classes allocate them."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, Field
 
-from rl_vlm.types import UserInputError
-
-# Constants that no configuration says, for the plan, which imports no torch, and for the code that allocates by them.
-
 GIB = 1 << 30
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-# Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
-PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
-PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
-# Keys and values of the transformers engine: lengths are whole blocks, with at most so many rows for each in use.
-KV_BLOCK, KV_ROWS_PER_USED = 64, 2
-# Logits that exist at once, positions × vocabulary entries: a CPU's tile stays in its caches, a GPU's fills the card.
-HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}
-
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Names of the linear layers in the language model, by the choice that users know. `vision` adds the tower's.
@@ -121,7 +104,7 @@ class TextShape(BaseModel):
 
 
 class TowerShape(BaseModel):
-    """The vision tower, read from its settings in config.json. `gated`, Qwen2.5-VL's kind, has gated MLPs, norms
+    """The vision tower, read from its settings in config.json. `gated`: with gated MLPs, norms
     without bias, no position table and no deep stack."""
 
     hidden: int = Field(alias="hidden_size")
@@ -171,34 +154,6 @@ class ModelShape:
     tower: TowerShape
     tied: bool
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the content of config.json. Raises UserInputError for families that are not known."""
-        family = str(config.get("model_type"))
-        if family not in ("qwen3_vl", "qwen2_5_vl"):
-            return count_shape(config)
-        older = family == "qwen2_5_vl"
-        text = config.get("text_config", config)  # older folders have the language model's settings at the top
-        heads = text["num_attention_heads"]
-        known: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": text["hidden_size"] // heads}
-        known |= {name: value for name, value in text.items() if value is not None}
-        known |= {"head_norms": not older} | ({"attention_bias": True} if older else {})
-        return cls(
-            family,
-            TextShape.model_validate(known),
-            TowerShape.model_validate({**config["vision_config"], "gated": older}),
-            bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        )
-
-    @classmethod
-    def read(cls, folder: Path) -> ModelShape:
-        """The shape of the model in a folder. Raises UserInputError."""
-        try:
-            return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise UserInputError(f"Cannot read the shapes in {folder / 'config.json'} ({reason}).") from error
-
     @property
     def parameters(self) -> int:
         """All parameters; tied weights count once."""
@@ -217,106 +172,3 @@ class ModelShape:
     def kv_bytes_per_token(self, element: int) -> int:
         """Keys and values of one token in all layers, with `element` bytes each."""
         return self.text.kv_per_token * element
-
-
-# Other families, whose layers are counted instead of read from settings.
-
-
-class _Counted(BaseModel):
-    """What is counted instead of read from settings."""
-
-    counted: list[Linear]
-    total: int
-
-    def linears(self) -> Iterator[Linear]:
-        yield from self.counted
-
-    @property
-    def parameters(self) -> int:
-        return self.total
-
-
-class CountedText(_Counted, TextShape):
-    """A language model whose layers are counted."""
-
-    @property
-    def kv_per_token(self) -> int:
-        return 2 * sum(linear.copies * linear.outputs for linear in self.counted if linear.name == "k_proj")
-
-
-class CountedTower(_Counted, TowerShape):
-    """Towers and projectors whose layers are counted."""
-
-
-def count_shape(config: Mapping[str, Any]) -> ModelShape:
-    """From the content of config.json of any family, by transformers' model of it. Raises as `empty_model`."""
-    from rl_vlm.models.families import text_model, towers
-    from rl_vlm.models.lora import adaptable_linears
-
-    model = empty_model(config)
-    family, settings = str(config["model_type"]), model.config
-    text, vision = settings.get_text_config(), settings.vision_config
-    parts: dict[bool, Counter[tuple[str, int, int, bool]]] = {True: Counter(), False: Counter()}
-    language = {id(module) for module in text_model(model).modules()}
-    for name, module in adaptable_linears(model).items():
-        leaf = name.rsplit(".", 1)[-1]
-        parts[id(module) in language][leaf, module.in_features, module.out_features, module.bias is not None] += 1
-    linears = {side: [Linear(*key, copies) for key, copies in found.items()] for side, found in parts.items()}
-    sizes = {side: sum(p.numel() for part in of for p in part.parameters()) for side, of in
-             ((True, [text_model(model)]), (False, towers(model)))}  # fmt: skip
-    # As a dictionary: of what differs from layer to layer a configuration gives no attribute.
-    values = text.to_dict()
-    embedding, heads = values["vocab_size"] * values["hidden_size"], values["num_attention_heads"]
-    vision_width = int(getattr(vision, "hidden_size", text.hidden_size))
-    return ModelShape(
-        family,
-        CountedText.model_validate({
-            "hidden_size": values["hidden_size"], "num_hidden_layers": values["num_hidden_layers"],
-            "num_attention_heads": heads, "num_key_value_heads": values.get("num_key_value_heads") or heads,
-            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
-            "intermediate_size": values.get("intermediate_size") or values["hidden_size"],
-            "vocab_size": values["vocab_size"], "head_norms": True,
-            "counted": linears[True], "total": sizes[True] - embedding,
-        }),
-        CountedTower.model_validate({
-            "hidden_size": vision_width,
-            "depth": getattr(vision, "depth", None) or vision.num_hidden_layers,
-            "intermediate_size": getattr(vision, "intermediate_size", 4 * vision_width), "temporal_patch_size": 1,
-            "patch_size": _side(getattr(vision, "patch_size", 16)), "spatial_merge_size": _merge(settings, vision),
-            "out_hidden_size": text.hidden_size, "gated": False,
-            "counted": linears[False], "total": sizes[False],
-        }),
-        bool(settings.tie_word_embeddings),
-    )  # fmt: skip
-
-
-def empty_model(config: Mapping[str, Any]) -> Any:
-    """transformers' model of a config.json, without memory. Raises UserInputError for a type that it does not know."""
-    import torch
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise UserInputError(
-            f"transformers makes no vision-language model of this {config.get('model_type')!r} config.json: {error}"
-        ) from error
-
-
-def _side(size: Any) -> int:
-    return int(size if isinstance(size, int) else size[0])
-
-
-def _merge(settings: Any, vision: Any) -> int:
-    """How many patches, along a side, one token stands for."""
-    for holder in (settings, vision):
-        for name in ("scale_factor", "spatial_merge_size", "downsample_factor"):
-            if value := getattr(holder, name, None):
-                return int(value)
-    if ratio := getattr(settings, "downsample_ratio", None):
-        return round(1 / ratio)
-    if tokens := getattr(settings, "mm_tokens_per_image", None):
-        return round(_side(vision.image_size) / _side(vision.patch_size) / math.sqrt(tokens))
-    return 1

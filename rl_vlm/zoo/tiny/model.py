@@ -66,7 +66,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     import torch
 
-    from rl_vlm.models.families.qwen_vl import fast_vision
+    from rl_vlm.models.families.qwen_fast import fast_vision
     from rl_vlm.models.loading import save_model
     from rl_vlm.models.supervised import DialogueEncoder
     from rl_vlm.zoo.tiny.teach import teach

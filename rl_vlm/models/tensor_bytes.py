@@ -1,0 +1,101 @@
+"""Tensors as the bytes of a safetensors file, equal for equal tensors, and the digest of many bytes.
+
+torch is imported only where tensors are needed, so that the registry, which passes bytes on, starts fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+PIECE = 16 << 20  # bytes that one thread hashes at a time
+_MAX_THREADS = 8
+# safetensors' names of types, and the order in which it writes them, backwards.
+TYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "int32": "I32",
+    "float32": "F32", "float64": "F64", "int64": "I64",
+}  # fmt: skip
+
+
+def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
+    """The bytes of a safetensors file, read-only, of tensors on any device, rounded there to `dtype` where it is given.
+    Equal tensors give equal bytes. Raises ValueError for a type that is not in TYPES."""
+    import torch
+
+    header, places = _layout(state, dtype)
+    content = torch.empty(len(header) + max((end for _, end, _ in places.values()), default=0), dtype=torch.uint8)
+    content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    body = content[len(header) :]
+    for name, (begin, end, kind) in places.items():
+        body[begin:end].view(kind).view(state[name].shape).copy_(state[name].detach())
+    return content.numpy().data.toreadonly()
+
+
+def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file to the disk itself, with memory for one tensor at a time. Raises OSError."""
+    import torch
+
+    header, places = _layout(state)
+    with path.open("wb") as file:
+        file.write(header)
+        for name in places:
+            plain = state[name].detach().to("cpu").contiguous()
+            file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def tree_digest(content: bytes | memoryview) -> str:
+    """SHA-256 in hexadecimal; of more than PIECE bytes, that of the SHA-256s of their pieces, which threads compute."""
+    view = memoryview(content)
+    if len(view) <= PIECE:
+        return hashlib.sha256(view).hexdigest()
+    starts = range(0, len(view), PIECE)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        digests = threads.map(lambda start: hashlib.sha256(view[start : start + PIECE]).digest(), starts)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """`tree_digest` of a file's content. Raises OSError, and ValueError for an empty file."""
+    return tree_digest(mapped(path))
+
+
+def mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, tuple[int, int, dtype]]]:
+    """The header with its length before it, and by name, in order, begin, end and type of its bytes behind it."""
+    import torch
+
+    kinds = {name: tensor.dtype if dtype is None else getattr(torch, dtype) for name, tensor in state.items()}
+    names = {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}
+    order, end = [*TYPES], 0
+    entries: dict[str, Any] = {}
+    for name in sorted(state, key=lambda name: (-order.index(names[name]), name)):
+        begin, end = end, end + state[name].numel() * kinds[name].itemsize
+        entries[name] = {"dtype": TYPES[names[name]], "shape": [*state[name].shape], "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    places = {name: (*entry["data_offsets"], kinds[name]) for name, entry in entries.items()}
+    return len(header).to_bytes(8, "little") + header, places
+
+
+def read_header(tensors: bytes | memoryview) -> tuple[int, dict[str, Any]]:
+    """Where the tensors' bytes begin, and type, shape and place of each by name. Raises ValueError, TypeError and
+    RecursionError for a damaged header."""
+    start = 8 + int.from_bytes(tensors[:8], "little")
+    header = dict(json.loads(bytes(tensors[8:start])))
+    header.pop("__metadata__", None)
+    return start, header
