@@ -30,9 +30,11 @@ from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import quiet_libraries
 from rl_vlm.types import (
     EncodedImage,

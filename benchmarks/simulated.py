@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import ray
-from ray.rllib.utils.actor_manager import FaultTolerantActorManager
 
-from rl_vlm.rollout.sampler import EnvRunners
+from rl_vlm.rollout.actors import Actors
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.registry import Changes
 from rl_vlm.types import POLICY, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -49,6 +47,9 @@ class RunnerHost:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._chosen = seconds, random.Random(0)
 
+    async def ping(self) -> None:
+        """As `VLMEnvRunner.ping`."""
+
     async def sample(self, tasks: list[RolloutTask]) -> RolloutResult:
         """As `VLMEnvRunner.sample`."""
         await asyncio.sleep(self._seconds * self._chosen.lognormvariate(0.0, 0.5) * len(tasks))
@@ -59,15 +60,14 @@ class _Runner:
     """An actor handle as the samplers use it."""
 
     def __init__(self, host: Any) -> None:
-        self.sample = host.sample
+        self.sample, self.ping = host.sample, host.ping
 
 
-def runners(count: int, seconds: float) -> tuple[EnvRunners, list[Any]]:
+def runners(count: int, seconds: float) -> tuple[Actors, list[Any]]:
     """Simulated env runners below the real bookkeeping, and the actors to kill at the end."""
     hosts = [RunnerHost.remote(seconds) for _ in range(HOSTS)]
     ray.get([host.__ray_ready__.remote() for host in hosts], timeout=60)
-    manager = FaultTolerantActorManager([_Runner(hosts[k % HOSTS]) for k in range(count)])
-    return EnvRunners(SimpleNamespace(_worker_manager=manager)), hosts  # type: ignore[arg-type]
+    return Actors({k: _Runner(hosts[k % HOSTS]) for k in range(count)}), hosts
 
 
 async def follow(registry: Any, replica: str, ended: asyncio.Event) -> None:

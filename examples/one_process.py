@@ -16,9 +16,11 @@ import torch
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
+from rl_vlm.learning.optimizer import lr_factor, make_optimizer, scale_lr
 from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, lr_factor, make_optimizer, scale_lr
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group

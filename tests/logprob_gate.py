@@ -13,7 +13,8 @@ from policy_loop import Loop
 
 from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.update import PolicyUpdater, PositionChange
+from rl_vlm.learning.sight_check import PositionChange
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.modules import HeadDType
 from rl_vlm.types import Trajectory
 

@@ -17,9 +17,11 @@ from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.learning.batching import MicroBatch
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask

@@ -29,9 +29,11 @@ from common import (
 )  # fmt: skip
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.families.qwen_vl import patchify
 from rl_vlm.models.kernels import SegmentLayout, segment_attention
 from rl_vlm.types import Trajectory

@@ -25,9 +25,11 @@ import torch
 from common import Report, arguments, device_of, full_batch, make_policy, picture, random_weights, run_config, scratch
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.lora import lora_factors
 from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
 

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from common import Report, arguments, device_of, free, full_batch, make_policy, picture, run_config, scratch, seconds
 
-from rl_vlm.learning.losses import token_logprobs
+from rl_vlm.learning.logprobs import token_logprobs
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.families.qwen_vl import patchify
 from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.memory.shape import ModelShape, gib

@@ -10,19 +10,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ray.rllib.algorithms import algorithm
+import ray
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm import tracing
-from rl_vlm.algorithms.learners import Learners, RunnerGroup
+from rl_vlm.algorithms.learners import Learners
 from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
 from rl_vlm.config.resources import claim
 from rl_vlm.envs.loading import load_plugins
-from rl_vlm.imports import replaced
 from rl_vlm.machine import available_memory
 from rl_vlm.models.memory.placement import driver_gpu
+from rl_vlm.models.reference import ModelReference
+from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
+from rl_vlm.serving.registry import OWN
 from rl_vlm.tracing import Span
 
 if TYPE_CHECKING:
@@ -33,6 +38,9 @@ class RunAlgorithmConfig(AlgorithmConfig):
     """An RLlib configuration that follows from `run_config` (`_apply_run_config`)."""
 
     run_config: Any  # the kind's own class
+    runner_class: type[RunEnvRunner]
+    run_id, policy_key = "", OWN  # of the served policy, if there is one
+    served_model: ModelReference | None = None  # RLlib has a field `model`
 
     def __init__(self, algo_class: type[Algorithm] | None = None, run_config: TrainConfig | None = None) -> None:
         super().__init__(algo_class=algo_class)  # without arguments: RLlib fills it from the state of another
@@ -67,17 +75,17 @@ class RunAlgorithmConfig(AlgorithmConfig):
             custom_resources_per_learner=claim(resources.learners_on),
         )
         self.env_runners(custom_resources_per_env_runner=claim(resources.env_runners_on))
-        self.fault_tolerance(
-            restart_failed_env_runners=True,
-            delay_between_env_runner_restarts_s=0.0,
-            env_runner_health_probe_timeout_s=5.0,
-        )
         self.debugging(seed=self.run_config.seed)
 
     def build_learner_connector(self, *args: Any, **kwargs: Any) -> None:
         """No connectors: the driver makes batches, and env runners encode observations and decode actions."""
 
     build_env_to_module_connector = build_module_to_env_connector = build_learner_connector
+
+    @property
+    def is_online(self) -> bool:
+        """RLlib starts no env runners: unpickling its configuration would import RLlib, torch and Tune in each."""
+        return False
 
 
 class RunAlgorithm(Algorithm):
@@ -86,7 +94,8 @@ class RunAlgorithm(Algorithm):
     run_config: TrainConfig
     _service: PolicyService | None = None
     learner_group: Any
-    env_runner_group: Any
+    runners: Actors
+    local_runner: Any = None  # an env runner in this process, where there are no others
 
     @classmethod
     @abstractmethod
@@ -132,10 +141,13 @@ class RunAlgorithm(Algorithm):
             self.start_services(config)
             config.freeze()
             self.config = config
-            with replaced(algorithm, "EnvRunnerGroup", RunnerGroup):
-                super().setup(config)
-            settings, rebuild, restore = self.run_config.learner, self._rebuild_learners, self.restore_learners
-            self.learners = Learners(self.learner_group, settings, rebuild, restore, self.restarts)
+            self._start_runners()
+            super().setup(config)
+            self.learners = Learners(self.learner_group, self.run_config.learner, self._rebuild_learners, self.restarts)
+            # An error in the constructor of an env runner ends the start, with its reason.
+            self.runners.begin(lambda _, runner: runner.ping.remote()).results(
+                self.run_config.serving.startup_timeout_s
+            )
             self.make_state()
         except BaseException:
             # On a cluster that was joined, services would outlive a failed start.
@@ -157,8 +169,12 @@ class RunAlgorithm(Algorithm):
         """Make the algorithm's own state; env runners and learners have started."""
 
     @abstractmethod
-    def iterate(self) -> dict[str, float]:
-        """One iteration; returns its metrics."""
+    def iterate(self) -> None:
+        """One iteration. Raises LearnerLostError, after which `recover` is due."""
+
+    @abstractmethod
+    def iteration_metrics(self, seconds: float) -> dict[str, float]:
+        """The metrics of the last iteration, which took so long."""
 
     @abstractmethod
     def restore_learners(self) -> None:
@@ -176,11 +192,12 @@ class RunAlgorithm(Algorithm):
         started = time.perf_counter()
         self._clock.clear()
         with self._traced() as self.last_spans:
-            metrics = self.iterate()
+            self.iterate()
+        seconds = time.perf_counter() - started
         total, free = available_memory()
         self.last_metrics = {
-            **metrics,
-            "time/step": time.perf_counter() - started,
+            **self.iteration_metrics(seconds),
+            "time/step": seconds,
             **{f"time/{name}": seconds for name, seconds in self._clock.items()},
             "memory/node": (total - free) / 2**30,
             "restarts/learner": 0.0,  # from the start: an alert looks at its growth
@@ -208,11 +225,40 @@ class RunAlgorithm(Algorithm):
             "driver", "iteration", run=self.run_config.name, algorithm=self.run_config.algorithm.name, done=done
         )
 
+    def _start_runners(self) -> None:
+        """Start the env runners, which get ready while the learners start; Ray restarts those that die."""
+        config, kind = self.config, self.config.runner_class
+        settings = RunnerConfig(self.run_config, config.run_id, config.served_model, config.policy_key)
+        self.runners = Actors({})
+        if not config.num_env_runners:
+            self.local_runner = kind(config=settings, worker_index=0)
+            return
+        actor = ray.remote(
+            num_cpus=config.num_cpus_per_env_runner,
+            resources=config.custom_resources_per_env_runner,
+            max_restarts=-1,
+            max_concurrency=kind.concurrent_calls(self.run_config),
+        )(kind)
+        in_trial = get_current_placement_group() is not None  # whose first bundle is the trial's own
+        self.runners = Actors(
+            {
+                number: actor.options(placement_group_bundle_index=number if in_trial else -1).remote(
+                    config=settings, worker_index=number
+                )
+                for number in range(1, config.num_env_runners + 1)
+            }
+        )
+
     def _rebuild_learners(self) -> Any:
+        spaces = {DEFAULT_MODULE_ID: (self.config.observation_space, self.config.action_space)}
         self.learner_group = self.config.build_learner_group(
-            rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)
+            rl_module_spec=self.config.get_multi_rl_module_spec(spaces=spaces, inference_only=False)
         )
         return self.learner_group
+
+    def recover(self, error: Exception) -> None:
+        """After LearnerLostError: new learners with the newest state that is known. Raises LearnerDiedError."""
+        self.learners.replace(error, self.restore_learners)
 
     def restore_env_runners(self, env_runner_group: Any) -> list[int]:
         """RLlib calls this before each step. The samplers replace runners, which have no state."""
@@ -221,5 +267,8 @@ class RunAlgorithm(Algorithm):
     def cleanup(self) -> None:
         try:
             super().cleanup()
+            self.runners.stop()
+            if self.local_runner is not None:
+                self.local_runner.stop()
         finally:
             self.stop_services()

@@ -17,7 +17,7 @@ class GRPO(PolicyAlgorithm):
 
     name = "grpo"
 
-    def sample_and_learn(self) -> None:
+    def iterate(self) -> None:
         """Sample groups, compare each answer with its group, learn from the differences, publish the new policy."""
         groups = self.sample()
         if not groups:
@@ -33,7 +33,7 @@ class GRPO(PolicyAlgorithm):
                 advantages = self.estimate(groups)
                 minibatches = self.divide(groups, advantages)
             with self.timed("learn"):
-                adapter = self.take_steps(minibatches, advantages, scored=scores is not None)
+                adapter = self.learn(minibatches, advantages, scored=scores is not None)
                 self.publish(adapter)
             if scores is not None:
                 self.adapt_kl(scores)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,7 +15,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from rl_vlm import tracing
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from rl_vlm.algorithms.evaluation import evaluate
+from rl_vlm.algorithms.evaluation import HeldOutItems, Items
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
@@ -26,6 +24,7 @@ from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate, ReturnScale, explained_variance, flat
 from rl_vlm.learning.learner import VLMLearner, VLMModule
+from rl_vlm.learning.optimizer import lr_factor
 from rl_vlm.learning.plan import (
     ScoreBatch,
     Scores,
@@ -37,41 +36,32 @@ from rl_vlm.learning.plan import (
     make_experience,
     update_batches,
 )
-from rl_vlm.learning.update import lr_factor
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.placement import shares_gpu
-from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
-from rl_vlm.rollout.sampler import EnvRunners
-from rl_vlm.rollout.tasks import TaskStream
-from rl_vlm.seeding import derive_seed
-from rl_vlm.serving.registry import OWN
+from rl_vlm.rollout.tasks import TaskStream, View
 from rl_vlm.serving.service import PolicyService, start_service
-from rl_vlm.statistics import mean_kl
-from rl_vlm.types import RLVLMError, TrajectoryGroup
+from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
 
 
 class PolicyAlgorithmConfig(RunAlgorithmConfig):
     """RLlib's configuration of an algorithm that trains the served policy."""
 
     run_config: PolicyConfig
-    run_id, policy_key = "", OWN
-    served_model: ModelReference | None = None  # RLlib has a field `model`
+    runner_class = VLMEnvRunner
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
         run_config = self.run_config
         self.environment(env=None, observation_space=ObservationSpace(), action_space=TextSpace())
         self.env_runners(
-            env_runner_cls=VLMEnvRunner,
             num_env_runners=run_config.rollout.num_env_runners,
             num_cpus_per_env_runner=run_config.rollout.cpus_per_env_runner,
-            create_local_env_runner=False,
         )
         self.learners(learner_class=VLMLearner)
         self.training(lr=run_config.learner.lr)
@@ -81,18 +71,12 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         return RLModuleSpec(module_class=VLMModule, model_config=settings)
 
 
-class LearnersReplacedError(RLVLMError):
-    """Learners died in this iteration and were replaced: it learned nothing more.
-
-    Do: nothing: the run repeats the iteration.
-    """
-
-
 class PolicyAlgorithm(RunAlgorithm):
-    """The policy loop. A subclass writes an iteration (`sample_and_learn`) out of the steps below.
+    """The policy loop. A subclass writes an iteration (`iterate`) out of the steps below: sample, estimate, learn,
+    publish.
 
-    Collaborators: `learners` (calls, and new ones for those that died), `rollouts` (groups from the env runners) and
-    `sight` (what the policy does with images). `last_checkpoint` is the one that new learners start from.
+    Collaborators: `learners`, `rollouts` (groups from the env runners), `held_out_items` and `sight` (what the policy
+    does with images). `last_checkpoint` is the one that new learners start from.
     """
 
     run_config: PolicyConfig
@@ -117,10 +101,11 @@ class PolicyAlgorithm(RunAlgorithm):
     def make_state(self) -> None:
         run_config = self.run_config
         splits = survey(run_config.env, "train", run_config.evaluation.split)
-        self.test_sizes, self.env_metrics = splits.sizes[run_config.evaluation.split], splits.metrics
+        self.env_metrics = splits.metrics
         stream = TaskStream(make_task_source(run_config, splits.sizes["train"]), run_config)
-        self.runners = EnvRunners(self.env_runner_group)
         self.rollouts = make_rollouts(self.runners, stream, run_config)
+        held_out_sizes = splits.sizes[run_config.evaluation.split]
+        self.held_out_items = HeldOutItems(run_config, held_out_sizes, self.env_metrics, self.rollouts)
         self.rollouts.stop_requested = lambda: self.stop_requested()  # which is set later
         self.rng = np.random.default_rng(derive_seed(run_config.seed, 1))
         self.version = 0
@@ -143,33 +128,25 @@ class PolicyAlgorithm(RunAlgorithm):
             # All tasks ask for at least this version, so no replica answers as the base model.
             self.publish(self.learners.call(lambda learner: learner.policy.payload(1)))
         self.first_version = self.version
-        self.sight = SightProbe(self)
+        self.sight = SightProbe(run_config, self._sight_logprobs, self._sight_samples)
         self.sight_faults: list[Fault] = []  # of the last iteration
 
     # One iteration.
 
-    @abstractmethod
-    def sample_and_learn(self) -> None:
-        """One iteration, out of `sample`, `score`, `estimate`, `take_steps` and `publish`, which record their metrics.
-        Raises LearnersReplacedError."""
-
-    def iterate(self) -> dict[str, float]:
-        started = time.perf_counter()
+    def training_step(self) -> None:
         self._recorded = {}
         self.last_groups, self.last_advantages, self.last_tokens = [], [], TokenRecord()
-        with suppress(LearnersReplacedError):
-            self.sample_and_learn()
-        if self.run_config.rollout.max_policy_lag and "rollout/tokens" in self._recorded:
-            # Sampling goes on all the time, so waiting is not what it took.
-            self._recorded["rollout/tokens_per_s"] = self._recorded["rollout/tokens"] / (time.perf_counter() - started)
-        self.count_env_runners()
-        version = {"weights/version": float(self.version)}
-        return self._recorded | version | self._publication | self.rollouts.metrics()
-
-    def training_step(self) -> None:
         super().training_step()
         self.last_spans += self.rollouts.take_spans()
         self.updates += 1
+
+    def iteration_metrics(self, seconds: float) -> dict[str, float]:
+        if self.run_config.rollout.max_policy_lag and "rollout/tokens" in self._recorded:
+            # Sampling goes on all the time, so waiting is not what it took.
+            self._recorded["rollout/tokens_per_s"] = self._recorded["rollout/tokens"] / seconds
+        self.count_env_runners()
+        version = {"weights/version": float(self.version)}
+        return self._recorded | version | self._publication | self.rollouts.metrics()
 
     @property
     def iterations_left(self) -> int:
@@ -187,7 +164,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self._recorded |= group_metrics(self.env_metrics, groups)
         if groups:
             with self.timed("sight"):
-                metrics, self.sight_faults = self.sight.measure(groups)
+                metrics, self.sight_faults = self.sight.measure(groups, self.version, self.updates)
             self._recorded |= metrics
         return groups
 
@@ -198,7 +175,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def score(self, minibatches: Sequence[Sequence[Minibatch]]) -> Scores:
         """The critic's values, and the log-probabilities of policy and base model."""
         with self.timed("score"):
-            return Scores.merge(self._update_learners([ScoreBatch(list(own)) for own in minibatches]))
+            return Scores.merge(self.learners.update([ScoreBatch(list(own)) for own in minibatches]))
 
     def estimate(self, groups: Sequence[TrajectoryGroup], scores: Scores | None = None) -> Estimate:
         """Advantages by the configured estimator and, with a critic, the returns that it learns."""
@@ -220,7 +197,7 @@ class PolicyAlgorithm(RunAlgorithm):
             self._recorded["value/explained_variance"] = explained_variance(values, returns)
         return estimate
 
-    def take_steps(
+    def learn(
         self,
         minibatches: Sequence[Sequence[Minibatch]],
         estimate: Estimate,
@@ -251,7 +228,7 @@ class PolicyAlgorithm(RunAlgorithm):
             trace=tracing.traceparent(),
             record=any(group.recorded for group in self.last_groups),
         )
-        results: list[UpdateResult] = self._update_learners(batches)
+        results: list[UpdateResult] = self.learners.update(batches)
         for result in results:
             tracing.adopt(result.spans)
             self.last_tokens.logprobs |= result.tokens.logprobs
@@ -259,12 +236,6 @@ class PolicyAlgorithm(RunAlgorithm):
         stats = UpdateStats.merge([result.stats for result in results])
         self._recorded |= {**stats.metrics(), "policy/lr": learner.lr * factor}
         return next(result.adapter for result in results if result.adapter is not None)
-
-    def _update_learners(self, batches: Sequence[Any]) -> list[Any]:
-        results = self.learners.update(batches)
-        if results is None:
-            raise LearnersReplacedError("Learners died and were replaced.")
-        return results
 
     def adapt_kl(self, scores: Scores, learn_policy: bool = True) -> None:
         """Move the coefficient of the KL penalty in the reward towards `algorithm.kl_target`."""
@@ -315,8 +286,60 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Greedy accuracy and mean reward of the first variant."""
-        (results, _), variant = evaluate(self), next(iter(self.run_config.evaluation.variants))
+        (results, _), variant = self.evaluate_policy(), next(iter(self.run_config.evaluation.variants))
         return {name: float(results[f"{name}/{variant}"]) for name in ("accuracy", "reward")}
+
+    def evaluate_policy(self, keep: int = 0) -> tuple[dict[str, Any], Items]:
+        """`HeldOutItems.evaluate` with the weights that `evaluation.weights` names."""
+        with self._evaluated_weights():
+            results = self.held_out_items.evaluate(self.version, keep=keep, unseen=self.sight.needed)
+        self.count_env_runners()
+        return results
+
+    def sample_held_out(self, count: int, *, greedy: bool = True) -> list[TrajectoryGroup]:
+        """Episodes of the first held-out items by the policy as it is, with their messages."""
+        temperature = 0.0 if greedy else self.run_config.rollout.temperature
+        return self.held_out_items.sample(self.version, count, "shown", record=True, temperature=temperature)
+
+    @contextmanager
+    def _evaluated_weights(self) -> Iterator[None]:
+        """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
+        version = self.version
+        if self.run_config.evaluation.weights == "policy":
+            yield
+            return
+
+        def give_back() -> None:
+            self.publish_restored(self.learners.call(lambda learner: learner.policy.payload(version)))
+
+        self.publish_restored(self.averaged_adapter())
+        try:
+            yield
+        except Exception as error:  # raised again, with what went wrong after it
+            try:
+                give_back()
+            except RLVLMError as second:  # such as a learner that is lost, which must not hide the first error
+                error.add_note(str(second))
+            raise
+        give_back()  # an interruption does not wait for it
+
+    def averaged_adapter(self) -> WeightPayload:
+        """The average of the weights under `learner.ema_decay`. Raises LearnerLostError."""
+        version = self.version
+        return self.learners.call(lambda learner: learner.averaged_adapter(version))  # type: ignore[no-any-return]
+
+    def _sight_logprobs(self, trajectories: Sequence[Trajectory], counterfactuals: bool) -> dict[str, list[np.ndarray]]:
+        chosen = list(trajectories)
+        with self.replicas_at_rest():  # the learner may need their memory
+            return self.learners.call(  # type: ignore[no-any-return]
+                lambda learner: learner.sight_logprobs(chosen, counterfactuals)
+            )
+
+    def _sight_samples(self, view: View) -> list[Trajectory]:
+        # Sampled as in training: greedy answers have no log-probabilities to compare.
+        how = {"view": view, "temperature": self.run_config.rollout.temperature}
+        groups = self.held_out_items.sample(self.version, self.run_config.sight.items, f"sight/{view}", **how)
+        return [group.trajectories[0] for group in groups]
 
     def state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint, as JSON."""
@@ -379,12 +402,6 @@ class PolicyAlgorithm(RunAlgorithm):
             self.rollouts.restore(self._beginning["rollouts"], counts=False)
             self.publish_restored(self.learners.call(lambda learner: learner.policy.payload(version)))
         self.rollouts.dropped["iterations_repeated"] += lost - self.updates
-        self.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
-
-    def replace_lost_learners(self, error: Exception) -> None:
-        """Between two iterations: new learners in place of those of which one is lost. Raises LearnerDiedError."""
-        self.learners.replace(error)
-        self.updates += 1  # no iteration is under way that would count
 
     def publish_restored(self, adapter: WeightPayload) -> None:
         """Publish old weights under a new version: versions only grow, and one version never has two contents."""

@@ -18,7 +18,7 @@ class PPO(PolicyAlgorithm):
 
     name = "ppo"
 
-    def sample_and_learn(self) -> None:
+    def iterate(self) -> None:
         """Sample episodes, value their states, estimate advantages, learn policy and critic, publish the new policy."""
         groups = self.sample()
         if not groups:
@@ -30,7 +30,7 @@ class PPO(PolicyAlgorithm):
             scores = self.score(minibatches)
             advantages = self.estimate(groups, scores)
             with self.timed("learn"):
-                adapter = self.take_steps(minibatches, advantages, scored=True, learn_policy=learn_policy)
+                adapter = self.learn(minibatches, advantages, scored=True, learn_policy=learn_policy)
                 self.publish(adapter)
             if self.run_config.algorithm.kl_in_reward:
                 self.adapt_kl(scores, learn_policy)

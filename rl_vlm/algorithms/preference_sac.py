@@ -8,7 +8,6 @@ alone.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +94,7 @@ class PreferenceSACConfig(RunAlgorithmConfig):
     """RLlib's configuration of PreferenceSAC. Labels and logs go to `scratch_folder`."""
 
     run_config: PreferenceConfig
+    runner_class = ControlEnvRunner
     horizon = 0
 
     def _apply_run_config(self) -> None:
@@ -102,10 +102,8 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         preference = self.run_config.preference
         collection, sac = preference.collection, preference.sac
         self.env_runners(
-            env_runner_cls=ControlEnvRunner,
             num_env_runners=collection.num_env_runners,
             num_cpus_per_env_runner=collection.cpus_per_env_runner,
-            create_local_env_runner=collection.num_env_runners == 0,
         )
         self.learners(learner_class=SACLearner)
         self.training(lr=sac.lr)
@@ -190,10 +188,11 @@ class PreferenceSAC(RunAlgorithm):
 
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[settings.reward]})
             self._reward_model = build_similarity(labels, self.run_config.env.id, driver_device(self.run_config))
-        self.sampler = ControlSampler(self.env_runner_group, settings.collection.timeout_s)
+        self.sampler = ControlSampler(self.runners, self.local_runner, settings.collection.timeout_s)
         self.tracker = EpisodeTracker()
         self.env_steps = 0  # environment steps
         self.last_session = -1  # the step of the last one; -1: critics have not been reset yet
+        self._reset_is_due = False
         self.on_episode: Callable[[Episode], None] = lambda _: None
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
         self._rng = np.random.default_rng(derive_seed(self.run_config.seed, 10))
@@ -204,26 +203,27 @@ class PreferenceSAC(RunAlgorithm):
 
     # One iteration.
 
-    def iterate(self) -> dict[str, float]:
+    def iterate(self) -> None:
         """Environment steps until the next row of metrics is due."""
-        started, first = time.perf_counter(), self.env_steps
+        self._first_step = self.env_steps
         every = self.settings.steps_per_iteration
         end = min((self.env_steps // every + 1) * every, self.settings.total_steps)
-        session: dict[str, float] = {}
+        self._session_metrics: dict[str, float] = {}
         self._sums.clear()
         self._episodes = []
+        if self._reset_is_due:  # a learner was lost during it
+            self._reset_critics()
         while self.env_steps < end and not self.stop_requested():
             if self._session_is_due():
                 with self.timed("session"):
                     report = self._session()
                 if report is None:
                     break  # the user wants to stop
-                session = report
+                self._session_metrics = report
             self._advance(end)
         while self.sampler.is_running:
             self._advance(end)  # the user wants to stop; the running steps must be in the replay buffer too
         self._remember_learner()
-        return {**self._iteration_metrics(time.perf_counter() - started, self.env_steps - first), **session}
 
     def _advance(self, end: int) -> None:
         """Collect a round of steps, and make as many updates."""
@@ -278,13 +278,7 @@ class PreferenceSAC(RunAlgorithm):
             exploration_k=settings.exploration_k,
             reset_critics=reset,
         )
-        results = self.learners.update([batch])
-        while results is None and reset:  # a replaced learner has the critics that must go; `max_restarts` bounds it
-            results = self.learners.update([batch])
-        if results is None:
-            return  # the learner was replaced; these updates are lost
-        (result,) = results
-        statistics, layers = result
+        ((statistics, layers),) = self.learners.update([batch])
         updates = statistics.get("updates", 0.0)
         for name, value in statistics.items():
             self._sums[name] += value if name == "updates" else value * updates
@@ -335,12 +329,17 @@ class PreferenceSAC(RunAlgorithm):
                 metrics = report
                 with self.timed("relabel"):
                     self.replay.relabel_with(self._reward_model.input_kind, self._reward_model.rewards)
-        if self.last_session < 0:
-            self._update(self.settings.reset_updates, reset=True)
-            self._remember_learner()  # a learner that replaces this one must not have the critics from before
+        self._reset_is_due = self.last_session < 0
         self.last_session = self.env_steps
         self.on_session(metrics)
+        if self._reset_is_due:
+            self._reset_critics()
         return metrics
+
+    def _reset_critics(self) -> None:
+        self._update(self.settings.reset_updates, reset=True)
+        self._remember_learner()  # a learner that replaces this one must not have the critics from before
+        self._reset_is_due = False
 
     # Metrics.
 
@@ -349,7 +348,7 @@ class PreferenceSAC(RunAlgorithm):
         updates = self._sums.get("updates", 0.0)
         return {name: self._sums[name] / updates for name in _METRICS} if updates else {}
 
-    def _iteration_metrics(self, seconds: float, steps: int) -> dict[str, float]:
+    def iteration_metrics(self, seconds: float) -> dict[str, float]:
         metrics = {_METRICS[name]: value for name, value in self.update_statistics().items()}
         if self._episodes:
             metrics |= {
@@ -364,9 +363,10 @@ class PreferenceSAC(RunAlgorithm):
         return {
             **metrics,
             "rollout/episodes": float(self.tracker.finished),
-            "rollout/steps_per_s": steps / max(seconds, 1e-9),
+            "rollout/steps_per_s": (self.env_steps - self._first_step) / max(seconds, 1e-9),
             "policy/updates": self._sums.get("updates", 0.0),
             "replay/rows": float(len(self.replay)),
+            **self._session_metrics,
         }
 
     def evaluate_policy(self, film: bool = True) -> list[EpisodeResult]:
@@ -396,7 +396,7 @@ class PreferenceSAC(RunAlgorithm):
             folder,
             {
                 "step": self.env_steps,
-                "last_session": self.last_session,
+                "last_session": -1 if self._reset_is_due else self.last_session,
                 "rng": self._rng.bit_generator.state,
                 "feedback": self.feedback.state() if self.feedback is not None else None,
                 "tracker": self.tracker.state(),

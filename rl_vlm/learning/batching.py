@@ -8,7 +8,7 @@ and answers are short.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +16,13 @@ import numpy as np
 from rl_vlm.batches import in_batches
 from rl_vlm.learning.estimators import turn_lengths
 from rl_vlm.models.images import ImageLayout
-from rl_vlm.types import EncodedImage, Trajectory
+from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor  # the driver packs nothing and need not import torch
 
+    from rl_vlm.config import OptimizerSection
+    from rl_vlm.learning.policy_model import PolicyModel
     from rl_vlm.models.images import TextSide
 
 # A packed row under a dense mask computes attention over its whole length, squared: at most this many times that of
@@ -214,3 +216,19 @@ def count_images(token_ids: np.ndarray, images: Sequence[EncodedImage], layout: 
 def _prompt_length(trajectory: Trajectory) -> int:
     """Tokens before the first sampled one."""
     return int(np.argmax(trajectory.loss_mask))
+
+
+def padding_batch(builder: BatchBuilder, token_id: int) -> MicroBatch:
+    """One row of two tokens `token_id` that the policy may sample, the second sampled, with weight and advantage 0."""
+    turns = (Turn(1, 2, 0, StopReason.END_OF_TURN),)
+    ids, mask, logprobs = np.full(2, token_id, np.int32), np.array([False, True]), np.zeros(2, np.float32)
+    (micro,) = builder.build([[Trajectory("", ids, mask, logprobs, turns, TrajectoryStatus.COMPLETED)]])
+    nothing = np.zeros(1, np.float32)
+    return replace(micro, counts=False, weight=nothing, advantage=nothing, returns=np.full(1, np.nan, np.float32))
+
+
+def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
+    """What packs trajectories for a policy."""
+    width = 0 if learner.attention == "dense" else policy.backbone.width
+    share_prompts = learner.share_prompts and policy.backbone.packs
+    return BatchBuilder(policy.text, learner.micro_batch_tokens, share_prompts, width)

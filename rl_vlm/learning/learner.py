@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -13,12 +15,16 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.loading import load_plugins
+from rl_vlm.learning.optimizer import make_optimizer, move_average, scale_lr
 from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer, make_strategy, move_average, scale_lr
+from rl_vlm.learning.sight_check import sight_logprobs
+from rl_vlm.learning.strategies import make_strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.devices import learner_device, limit_memory
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import continued, span
+from rl_vlm.types import Trajectory
 
 Tensors = dict[str, torch.Tensor]
 # Weights, the optimiser's moments by name (`exp_avg.3`), a critic (`critic.`) with averaged weights (`average.`), and
@@ -120,6 +126,10 @@ class VLMLearner(TorchLearner):
         if self._run.serving.vllm.rest_while_learning and self.policy.backbone.device.type == "cuda":
             torch.cuda.empty_cache()  # a replica takes turns with this learner
         return result
+
+    def sight_logprobs(self, trajectories: Sequence[Trajectory], counterfactuals: bool) -> dict[str, list[np.ndarray]]:
+        """See learning/sight_check.py."""
+        return sight_logprobs(self.updater.recompute, self.policy.text.images, trajectories, counterfactuals)
 
     def averaged_adapter(self, version: int) -> WeightPayload:
         """The average of the weights under `learner.ema_decay`."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import BUCKET, AllReduce, Strategy
+from rl_vlm.learning.strategies import BUCKET, AllReduce, Strategy
 from rl_vlm.models.modules import text_model
 
 

@@ -4,204 +4,24 @@ Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from rl_vlm.batches import in_batches
-from rl_vlm.config import LearnerSection, OptimizerSection, PolicyConfig, SFTConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
-from rl_vlm.envs.images import blanked, resized
-from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
-from rl_vlm.learning.losses import LOSSES, Allowed, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
+from rl_vlm.learning.batching import MicroBatch, Minibatch, make_builder, padding_batch
+from rl_vlm.learning.logprobs import Allowed, Entropy, predicting_states, token_logprobs
+from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import Scores, TokenRecord, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
-from rl_vlm.models.families.generic import Backbone
-from rl_vlm.types import EncodedImage, RLVLMError, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
-
-
-def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
-    """How many micro-batches this learner has fewer than any, by optimiser step. All learners call this together."""
-    own = torch.tensor(counts, dtype=torch.int64, device=device)
-    most: Tensor = own.clone()
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return (most - own).tolist()  # type: ignore[no-any-return]
-
-
-def padding_batch(builder: BatchBuilder, token_id: int) -> MicroBatch:
-    """One row of two tokens `token_id` that the policy may sample, the second sampled, with weight and advantage 0."""
-    turns = (Turn(1, 2, 0, StopReason.END_OF_TURN),)
-    ids, mask, logprobs = np.full(2, token_id, np.int32), np.array([False, True]), np.zeros(2, np.float32)
-    (micro,) = builder.build([[Trajectory("", ids, mask, logprobs, turns, TrajectoryStatus.COMPLETED)]])
-    nothing = np.zeros(1, np.float32)
-    return replace(micro, counts=False, weight=nothing, advantage=nothing, returns=np.full(1, np.nan, np.float32))
-
-
-@torch.no_grad()
-def move_average(average: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
-    """average = decay · average + (1 - decay) · weights; A and B of LoRA each on their own, not their product."""
-    for name, tensor in average.items():
-        tensor.lerp_(weights[name].detach(), 1 - decay)
-
-
-def make_optimizer(policy: PolicyModel, run: PolicyConfig | SFTConfig) -> torch.optim.Optimizer:
-    """AdamW or Adafactor on what is trained and, in a second group, on the critic. `scale_lr` scales `base_lr`."""
-    learner = run.learner
-    groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
-    if policy.critic is not None and isinstance(run, PolicyConfig) and run.critic is not None:
-        groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
-    for group in groups:
-        group["base_lr"] = group["lr"]
-    optimizer: torch.optim.Optimizer
-    if learner.optimizer == "adafactor":
-        optimizer = torch.optim.Adafactor(groups, lr=learner.lr, weight_decay=learner.weight_decay)
-    else:
-        optimizer = torch.optim.AdamW(
-            groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
-        )
-    optimizer.register_step_post_hook(lambda *_: policy.trained.stepped())
-    return optimizer
-
-
-def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set the learning rate of every group to this share of its `base_lr`."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
-
-
-# How the learners of a group share an optimiser step, and the optimiser's state by name.
-
-POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
-BUCKET = 50_000_000  # elements of gradients that are sent at once; DeepSpeed allocates as many
-
-
-class Strategy:
-    """An optimiser step of a single learner: `backward` for each micro-batch, then `step`."""
-
-    def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        self._policy, self._optimizer = policy, optimizer
-        optimizer.zero_grad(set_to_none=True)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch, whose loss weights are normalised over all learners."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
-        """Clip each parameter group (None: all) to the norm, step them, forget the gradients.
-
-        Returns the policy's norm before clipping (0 for a step of the critic alone); None: not finite, not stepped.
-        """
-        every = [group["params"] for group in self._optimizer.param_groups]
-        stepped = every if groups is None else [every[k] for k in groups]
-        self._sum_gradients([parameter for parameters in stepped for parameter in parameters])
-        # Each group by itself: large gradients of a critic must not shrink the policy's.
-        norms = [float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)) for parameters in stepped]
-        finite = all(map(math.isfinite, norms))
-        if finite:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        if not finite:
-            return None
-        return norms[0] if groups is None or POLICY_GROUP in groups else 0.0
-
-    def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Replace gradients by their sum over all learners; one learner has nothing to add."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The optimiser's state as CPU tensors by name (`exp_avg.3`), whatever the number of learners."""
-        state = self._optimizer.state_dict()["state"]
-        return {f"{name}.{k}": tensor.cpu() for k, fields in state.items() for name, tensor in fields.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned, also for another number of learners."""
-        fields: dict[int, dict[str, Any]] = {}
-        for name, tensor in state.items():
-            kind, _, number = name.rpartition(".")
-            fields.setdefault(int(number), {})[kind] = tensor
-        kinds = {kind for tensors in fields.values() for kind in tensors}
-        if kinds and ("exp_avg" in kinds) == isinstance(self._optimizer, torch.optim.Adafactor):
-            raise UserInputError("The checkpoint was written with another optimiser: keep learner.optimizer as it was.")
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": fields, "param_groups": groups})
-
-
-class AllReduce(Strategy):
-    """One sum of the gradients over all learners per step, which equals the step of one process.
-
-    Learners without a micro-batch take part with zeros. A parameter that has a gradient in no learner, such as a vision
-    tower's in a step without images, gets none: the optimiser would move it by its momentum and decay it.
-    """
-
-    def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        holders = torch.tensor([int(one.grad is not None) for one in parameters], device=parameters[0].device)
-        torch.distributed.all_reduce(holders)
-        held = [parameter for parameter, count in zip(parameters, holders.tolist(), strict=True) if count]
-        for parameter in held:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        # All gradients of a model as one vector would be a second copy of them.
-        for bucket in in_batches(held, lambda few, one: sum(each.numel() for each in few) + one.numel() <= BUCKET):
-            gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
-            vector = parameters_to_vector(gradients)
-            torch.distributed.all_reduce(vector)
-            vector_to_parameters(vector, gradients)
-
-
-def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:
-    """The strategy of a learner group, before the first step."""
-    if learner.strategy == "fsdp2" or learner.zero_stage:
-        from rl_vlm.learning import sharded  # takes long to import
-
-        return (sharded.Zero if learner.zero_stage else sharded.FSDP2)(policy, optimizer, learner)
-    name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
-    return (AllReduce if name == "all_reduce" else Strategy)(policy, optimizer)
-
-
-class UnfitImagesError(RLVLMError):
-    """The learner makes another number of tokens of an image than the engine did.
-
-    Do: use one version of transformers and of the model on all machines.
-    """
-
-
-PositionChange = Callable[[MicroBatch], np.ndarray]
-
-
-_ROWS_AND_COLUMNS = np.array([False, True, True])[:, None, None]  # of positions, whose first axis is time
-# Image positions that a faulty engine may have computed where positions have axes.
-_OTHER_POSITIONS: dict[str, PositionChange] = {
-    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
-    # Only in the first prompt: engines count on from there by themselves.
-    "zero_rows": lambda micro: np.where((micro.segments == 0) & _ROWS_AND_COLUMNS, 0, micro.position_ids),
-    "sequential": lambda micro: np.zeros_like(micro.position_ids) + np.arange(micro.position_ids.shape[-1]),
-}
-
-
-def _one_place(micro: MicroBatch, image_token_id: int) -> np.ndarray:
-    """As if all tokens of an image that stand together had one position."""
-    is_image = micro.input_ids == image_token_id
-    later = is_image & np.pad(is_image, ((0, 0), (1, 0)))[:, :-1]
-    return np.stack([np.cumsum(~later, axis=1) - 1] * len(micro.position_ids))
-
-
-def predicting_states(backbone: Backbone, micro: MicroBatch) -> Tensor:
-    """The hidden states [N, D] that predict the sampled tokens."""
-    device = backbone.device
-    features = backbone.image_features(micro.images) if micro.images else ()
-    backbone.announce_images(micro.next_images)
-    hidden = backbone.hidden_states(
-        torch.from_numpy(micro.input_ids).to(device),
-        torch.from_numpy(micro.position_ids).to(device),
-        backbone.attention(micro.segments),
-        features,
-    )
-    return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
+from rl_vlm.learning.sight_check import PositionChange
+from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy, missing_passes
+from rl_vlm.types import RLVLMError, Trajectory
 
 
 class PolicyUpdater:
@@ -209,7 +29,7 @@ class PolicyUpdater:
 
     def __init__(self, policy: PolicyModel, run: PolicyConfig) -> None:
         self._backbone, self._critic, self._base_model = policy.backbone, policy.critic, policy.trained.base
-        self._text, self._builder = policy.text, make_builder(policy, run.learner)
+        self._builder = make_builder(policy, run.learner)
         self._settings, self._temperature = run.algorithm, run.rollout.temperature
         self._format = format_matcher(policy.text, run.rollout.grammar)
         self._loss = LOSSES[run.algorithm.loss]
@@ -354,37 +174,6 @@ class PolicyUpdater:
                 logprobs |= micro.split(self.logprobs(micro)[0].cpu().numpy())
         return [logprobs[trajectory.trajectory_id] for trajectory in trajectories]
 
-    def sight_logprobs(
-        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
-    ) -> dict[str, list[np.ndarray]]:
-        """Log-probabilities float32 [T] of each trajectory's sampled tokens by the names of evaluation/sight_faults.py:
-        "true", "blank", and counterfactuals with other images or positions or without the adapter, as far as they
-        change something. Raises UnfitImagesError."""
-        for one in trajectories:
-            wanted = sum(self._text.images.num_features(image.width, image.height) for image in one.images)
-            there = int((one.token_ids == self._text.images.image_token_id).sum())
-            if wanted != there:
-                raise UnfitImagesError(
-                    f"{one.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
-                )
-        blank = [replace(one, images=blanked(one.images)) for one in trajectories]
-        logprobs = {"true": self.recompute(trajectories), "blank": self.recompute(blank)}
-        if not counterfactuals:
-            return logprobs
-        if any(len(one.images) > 1 for one in trajectories):
-            logprobs["reversed"] = self.recompute([_shown(one, one.images[::-1]) for one in trajectories])
-        if len(trajectories) > 1:
-            # Those of its neighbour: 0 with those of 1 and the other way round, 2 and 3, ...
-            partners = [trajectories[k ^ 1 if k ^ 1 < len(trajectories) else 0] for k in range(len(trajectories))]
-            pairs = zip(trajectories, partners, strict=True)
-            logprobs["other"] = self.recompute([_shown(one, partner.images) for one, partner in pairs])
-        changes = dict(_OTHER_POSITIONS) if self._text.images.axes > 1 else {}
-        changes["one_place"] = lambda micro: _one_place(micro, self._text.images.image_token_id)
-        for name, change in changes.items():
-            logprobs[name] = self.recompute(trajectories, change)
-        logprobs["base"] = self.recompute(trajectories, adapter=False)
-        return logprobs
-
     def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
         """The weighted loss of a micro-batch, with that of a critic on the policy's hidden states; adds to `stats`."""
         settings = self._settings
@@ -446,23 +235,3 @@ class PolicyUpdater:
         loss = per_token.sum() * micro.value_weight
         stats.add({"value/loss": float(loss.detach())})
         return self._critic.loss_coef * loss
-
-
-def lr_factor(learner: OptimizerSection, number: int, last: int) -> float:
-    """The share of `learner.lr` in iteration (or step) 0, 1, ... `last`."""
-    if learner.lr_schedule == "constant":
-        return 1.0
-    return float(np.interp(number, [0, max(last, 1)], [1.0, learner.lr_final_fraction]))
-
-
-def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
-    """What packs trajectories for a policy."""
-    width = 0 if learner.attention == "dense" else policy.backbone.width
-    share_prompts = learner.share_prompts and policy.backbone.packs
-    return BatchBuilder(policy.text, learner.micro_batch_tokens, share_prompts, width)
-
-
-def _shown(own: Trajectory, others: Sequence[EncodedImage]) -> Trajectory:
-    """The trajectory with these images, as far as there are some, in place of its own, each as large as that."""
-    images = [resized(there, here.width, here.height) for here, there in zip(own.images, others, strict=False)]
-    return replace(own, images=(*images, *own.images[len(images) :]))

@@ -1,16 +1,15 @@
-"""Env runners of control environments: an RLlib env runner, and the driver's side, which replaces those that die."""
+"""Env runners of control environments, and the driver's side of them."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
@@ -23,6 +22,7 @@ from rl_vlm.preference.collector import (
     make_run_env,
 )
 from rl_vlm.preference.evaluation import EpisodeResult, evaluate
+from rl_vlm.rollout.actors import ActorLostError, Actors
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import UserInputError
 
@@ -70,15 +70,13 @@ class ControlEnvRunner(RunEnvRunner):
 
 
 class ControlSampler:
-    """Collects from an RLlib env-runner group, or from its local runner when there are no others, for at most
-    `timeout_s` a round."""
+    """Collects from env runners, or from a `local` one where there are no others, for at most `timeout_s` a round. A
+    runner that dies is called anew."""
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
-        self._local: ControlEnvRunner | None = group.local_env_runner
-        self.num_envs: int = 1 if self._local is not None else group.num_remote_env_runners()
+    def __init__(self, runners: Actors, local: ControlEnvRunner | None, timeout_s: float) -> None:
+        self._runners, self._local, self._timeout_s = runners, local, timeout_s
+        self.num_envs: int = 1 if local is not None else len(runners)
         self.episode_counts = [0] * self.num_envs  # the first episode number of a replaced runner
-        self.restarts = 0  # deaths of runners, not failed calls
         self._finish: Callable[[], list[StepBatch]] | None = None  # between `start` and `finish`
 
     @property
@@ -91,9 +89,10 @@ class ControlSampler:
         """Whether `finish` has steps to return."""
         return self._finish is not None
 
-    def _runners(self) -> list[Any]:
-        manager = self._group._worker_manager
-        return [manager.actors()[runner] for runner in manager.actor_ids()]
+    @property
+    def restarts(self) -> int:
+        """Deaths of runners, not failed calls."""
+        return self._runners.restarts
 
     def _call(
         self, method: str, arguments: Callable[[int], Any], timeout_s: float, setting: str
@@ -105,13 +104,19 @@ class ControlSampler:
             with environment_errors():
                 return [getattr(self._local, method)(*arguments(0))]
 
-        def ask(number: int) -> Any:
-            return getattr(self._runners()[number], method).remote(*arguments(number))
+        def wait() -> list[Any]:
+            try:
+                return calls.results(timeout_s, resend=True)
+            except RayTaskError as error:
+                raise CollectionError(f"An environment failed: {error.cause}.") from error
+            except ActorLostError as error:
+                raise CollectionError(f"Env runners: {error}. See the Ray logs, or raise {setting}.") from error
 
         if self._local is not None:
             return call_local
-        running = {ask(number): number for number in range(self.num_envs)}
-        return lambda: self._gather(running, ask, timeout_s, setting)
+        # Runners are numbered from 1.
+        calls = self._runners.begin(lambda number, runner: getattr(runner, method).remote(*arguments(number - 1)))
+        return wait
 
     def _shared(self, actor: NumpyActor | None) -> Any:
         """The actor as an argument of calls of all runners."""
@@ -145,43 +150,11 @@ class ControlSampler:
         by_seed = {result.seed: result for share in shares for result in share}
         return [by_seed[seed] for seed in seeds]
 
-    def _gather(
-        self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
-    ) -> list[Any]:
-        """The results of the calls `running`, in the runners' order; `ask` calls a runner that died again."""
-        deadline = time.monotonic() + timeout_s
-        results: dict[int, Any] = {}
-        died: set[int] = set()  # calls to these fail until Ray has restarted them
-        while running:
-            ready, _ = ray.wait(list(running), timeout=0.5)
-            for reference in ready:
-                number = running.pop(reference)
-                try:
-                    results[number] = ray.get(reference, timeout=30)
-                except RayTaskError as error:
-                    raise CollectionError(f"An environment failed: {error.cause}.") from error
-                except GetTimeoutError:
-                    running[reference] = number  # the steps were made, and fetching them is slow
-                except RayError as error:
-                    if isinstance(error, RayActorError) and number not in died:
-                        died.add(number)
-                        self.restarts += 1
-                    time.sleep(0.5)
-                    running[ask(number)] = number
-            if running and time.monotonic() > deadline:
-                for number in running.values():
-                    ray.kill(self._runners()[number], no_restart=False)
-                raise CollectionError(
-                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or "
-                    f"raise {setting}."
-                )
-        return [results[number] for number in sorted(results)]
-
     def states(self) -> list[dict[str, Any] | None]:
         """The state of every runner's collector; a runner that is dead, or does not answer, has no open episode."""
         if self._local is not None:
             return [self._local.state()]
-        references = [runner.state.remote() for runner in self._runners()]
+        references = [self._runners[number].state.remote() for number in self._runners.numbers]
         ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
         states: list[dict[str, Any] | None] = []
         for reference in references:

@@ -25,7 +25,7 @@ from rl_vlm.types import Observation, RLVLMError
 
 
 @dataclass(slots=True)
-class _Call:
+class _MethodCall:
     """A call of an environment, and what became of it."""
 
     function: Callable[[], Any]
@@ -80,7 +80,7 @@ class EnvPool:
         self._idle: list[VisionEnv] = []
         self.lent = 0  # environments that groups have
         self._batch: asyncio.Task[None] | None = None
-        self._batch_calls: list[_Call] = []
+        self._batch_calls: list[_MethodCall] = []
         self.stuck = 0  # threads that a hanging environment holds
 
     async def borrow(self, count: int) -> list[VisionEnv]:
@@ -91,7 +91,7 @@ class EnvPool:
         self.lent += count
         try:
             built = await self._results(
-                [_Call(self._make) for _ in range(count - len(envs))], max(self._timeout_s, _BUILD_S)
+                [_MethodCall(self._make) for _ in range(count - len(envs))], max(self._timeout_s, _BUILD_S)
             )
             envs += [one for one in built if not isinstance(one, RLVLMError)]
             _raise_first(built)
@@ -134,7 +134,7 @@ class EnvPool:
 
     async def run(self, functions: Sequence[Callable[[], Any]], kind: Literal["reset", "step"] = "step") -> list[Any]:
         """Run functions; each gives its result or the RLVLMError that it failed with."""
-        calls = [_Call(function) for function in functions]
+        calls = [_MethodCall(function) for function in functions]
         if self._call_s[kind] < _SHORT_CALL_S and not self._inline:
             if self._batch is None:
                 self._batch = asyncio.create_task(self._run_batch())
@@ -164,7 +164,7 @@ class EnvPool:
         for call in left:  # the thread ends after its present call
             call.future = None
 
-    async def _results(self, calls: Sequence[_Call], timeout_s: float) -> list[Any]:
+    async def _results(self, calls: Sequence[_MethodCall], timeout_s: float) -> list[Any]:
         """What the calls give. A call that no thread has gets a thread of its own."""
         for call in calls:
             if self._inline:
@@ -174,7 +174,7 @@ class EnvPool:
         await asyncio.gather(*(self._wait(call, timeout_s) for call in calls if not call.done))
         return [call.result for call in calls]
 
-    async def _wait(self, call: _Call, timeout_s: float) -> None:
+    async def _wait(self, call: _MethodCall, timeout_s: float) -> None:
         """Wait for a call. The deadline starts when it begins; where all threads hang it never does."""
         assert call.future is not None
         waited = asyncio.wrap_future(call.future)

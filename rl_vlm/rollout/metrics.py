@@ -1,4 +1,4 @@
-"""Metrics that environments declare: means and quantiles of numbers in the `info` of their episodes."""
+"""Metrics of sampled groups: numbers that environments declare, the replies of a judge, and the sampling itself."""
 
 from __future__ import annotations
 

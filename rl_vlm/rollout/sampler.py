@@ -1,4 +1,4 @@
-"""The driver's side of sampling: sends tasks to env runners, takes their groups, replaces runners that die or hang."""
+"""The driver's side of sampling: sends tasks to env runners, and takes their groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rl_vlm.rollout.actors import Actors
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.types import RLVLMError
 
@@ -20,7 +20,6 @@ STOP_CHECK_S = 0.5  # how often a wait checks whether the user wants to stop
 RESTART_GRACE_S = 120.0  # the longest time that a process takes to come back on a machine that is there
 _PAUSE_S = 0.2  # between looks while no runner is up
 _PROBE_EVERY_S = 2.0
-_PROBE_WAIT_S = 1.0  # how long a probe waits for runners that do not answer yet
 
 
 class SamplingError(RLVLMError):
@@ -35,67 +34,6 @@ class RoundAbandonedError(RLVLMError):
 
     Do: nothing: the run saves a checkpoint.
     """
-
-
-class EnvRunners:
-    """The env runners. A death is counted once, however many calls fail with it."""
-
-    def __init__(self, group: EnvRunnerGroup) -> None:
-        self._manager = group._worker_manager  # of actors that Ray restarts when they die
-        self._down: set[int] = set()  # their deaths are counted, and they have not come back
-        self._deaths = 0  # not yet reported
-        self.lives: Counter[int] = Counter()  # how often each runner died or was killed
-        self._probed = 0.0
-
-    @property
-    def restarts(self) -> int:
-        """How often runners died or were killed."""
-        return self.lives.total()
-
-    def actor(self, runner: int) -> ray.actor.ActorHandle:
-        return self._manager.actors()[runner]
-
-    def healthy(self) -> list[int]:
-        """The ids of the runners that are up as far as is known."""
-        return list(self._manager.healthy_actor_ids())
-
-    def usable(self) -> list[int]:
-        """The ids of the runners that tasks are divided among: all of them while none is up."""
-        return self.healthy() or list(self._manager.actor_ids())
-
-    def lost(self, runner: int) -> None:
-        """Count a runner that died, until it is back."""
-        if runner not in self._down:
-            self._deaths += 1
-            self.lives[runner] += 1
-        self._mark_down(runner)
-
-    def restart(self, runner: int) -> None:
-        """Kill a runner in which an environment hangs; Ray starts it again."""
-        ray.kill(self.actor(runner), no_restart=False)
-        self.lives[runner] += 1
-        self._mark_down(runner)
-
-    def _mark_down(self, runner: int) -> None:
-        self._manager.set_actor_state(runner, healthy=False)
-        self._down.add(runner)
-
-    def probe(self, at_most_every_s: float = 0.0) -> None:
-        """Look whether runners that are down are back, including those that RLlib has marked."""
-        for runner in self._unhealthy():
-            self.lost(runner)
-        if self._down and time.monotonic() - self._probed >= at_most_every_s:
-            self._manager.probe_unhealthy_actors(timeout_seconds=_PROBE_WAIT_S, mark_healthy=True)
-            self._probed = time.monotonic()
-            self._down &= self._unhealthy()
-
-    def take_deaths(self) -> int:
-        """How many runners died since the last call."""
-        deaths, self._deaths = self._deaths, 0
-        return deaths
-
-    def _unhealthy(self) -> set[int]:
-        return set(self._manager.actor_ids()) - set(self._manager.healthy_actor_ids())
 
 
 @dataclass(slots=True)
@@ -131,7 +69,7 @@ class Sampler:
         grace_s: how long to wait for a first runner to come back when all have died.
     """
 
-    def __init__(self, runners: EnvRunners, sharded: bool, places: int = 1, grace_s: float = RESTART_GRACE_S) -> None:
+    def __init__(self, runners: Actors, sharded: bool, places: int = 1, grace_s: float = RESTART_GRACE_S) -> None:
         self.runners = runners
         self._sharded, self._places, self._grace_s = sharded, places, grace_s
         self._open: dict[ray.ObjectRef, _Call] = {}
@@ -154,8 +92,8 @@ class Sampler:
 
     def open_ahead(self, tasks: Sequence[RolloutTask]) -> None:
         """Let the runners open the episodes of tasks that will be given next. Returns at once."""
-        for runner, shard in zip(self.runners.usable(), self._shards(tasks), strict=False):
-            ref = self.runners.actor(runner).open_ahead.remote(tasks=shard)
+        for runner, shard in zip(self.runners.usable, self._shards(tasks), strict=False):
+            ref = self.runners[runner].open_ahead.remote(tasks=shard)
             self._open[ref] = _Call([], runner=runner, life=self.runners.lives[runner])
 
     def clear(self) -> None:
@@ -196,7 +134,7 @@ class Sampler:
             time.sleep(_PAUSE_S)
         self._waited_s += time.monotonic() - started
         answers += self._expire()
-        self._none_up_s = 0.0 if self.runners.healthy() else self._none_up_s + time.monotonic() - started
+        self._none_up_s = 0.0 if self.runners.healthy else self._none_up_s + time.monotonic() - started
         if self._none_up_s > self._grace_s:
             raise SamplingError("All env runners died and none came back: see the Ray logs of the env runners.")
         if deaths := self.runners.take_deaths():
@@ -205,11 +143,11 @@ class Sampler:
 
     def _shards(self, tasks: Sequence[RolloutTask]) -> list[list[RolloutTask]]:
         """Tasks dealt to the runners in turn, so that a task's place decides its runner."""
-        count = min(len(self.runners.usable()), len(tasks))
+        count = min(len(self.runners.usable), len(tasks))
         return [list(tasks[k::count]) for k in range(count)]
 
     def _send(self, version: int | None) -> None:
-        healthy = self.runners.healthy()
+        healthy = self.runners.healthy
         if not healthy:
             return
         load = Counter(call.runner for call in self._open.values() if call.tasks)
@@ -221,7 +159,7 @@ class Sampler:
             call.life = self.runners.lives[call.runner]
             if version is not None:
                 call.tasks = [replace(task, min_version=version) for task in call.tasks]
-            self._open[self.runners.actor(call.runner).sample.remote(tasks=call.tasks)] = call
+            self._open[self.runners[call.runner].sample.remote(tasks=call.tasks)] = call
         self._waiting.clear()
 
     def _answer(self, ref: ray.ObjectRef, call: _Call) -> RolloutResult:
@@ -231,7 +169,7 @@ class Sampler:
             return call.lost(str(error.cause), "runner_error")
         except RayError:  # the runner is gone, or does not hand over what it has
             if self._is_current(call):
-                self.runners.lost(call.runner)
+                self.runners.lose(call.runner)
             self._waiting += [call] if call.tasks else []
             return RolloutResult()
         if result.needs_restart and self._is_current(call):

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl_vlm.algorithms.evaluation import averaged_adapter, evaluate
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
@@ -224,20 +223,20 @@ class PolicyRun(RayRun):
         self.finish()
 
     def iterations(self) -> Iterator[int]:
-        """Train to the end, a number per iteration that was learned from."""
+        """Train to the end, a number per iteration that was learned from. Whatever loses a learner, the way back is
+        here."""
         from rl_vlm.algorithms.learners import LearnerLostError
 
         while True:
             try:
                 return (yield from self._to_the_end())
             except LearnerLostError as error:
-                self._replace_learners(error)
+                self._recover(error)
 
-    def _replace_learners(self, error: Exception) -> None:
-        """Those that died beside an update, which replaces learners itself."""
-        self.display.message(f"{error} Going on from the newest checkpoint.")
-        self.algorithm.replace_lost_learners(error)
-        self._forget_after(self.algorithm.updates)
+    def _recover(self, error: Exception) -> None:
+        super()._recover(error)
+        if self.algorithm.updates < self.last_iteration:
+            self._forget_after(self.algorithm.updates)
 
     def _to_the_end(self) -> Iterator[int]:
         from rl_vlm.rollout.rollouts import TooManyFailuresError
@@ -252,8 +251,8 @@ class PolicyRun(RayRun):
                     self.evaluate()
                 with self._timed():
                     while algorithm.updates < self.config.algorithm.iterations and self.goes_on:
-                        if self._iterate():
-                            yield self.last_iteration
+                        self._iterate()
+                        yield self.last_iteration
         except (SamplingError, TooManyFailuresError, SightError):
             self._tell_failures()
             # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have
@@ -275,13 +274,13 @@ class PolicyRun(RayRun):
                     self._iterate()
                 return self._save_all()
             except LearnerLostError as error:
-                self._replace_learners(error)
+                self._recover(error)
 
     def _save_all(self) -> None:
         self.checkpoint()
         self._save_trained(self.algorithm.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(averaged_adapter(self.algorithm), "-ema")
+            self._save_trained(self.algorithm.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
         if self.config.sight.gate == "off":
@@ -298,16 +297,10 @@ class PolicyRun(RayRun):
         for sentence in raise_or_warn(faults, self.config.sight.gate):
             self.display.message(sentence)
 
-    def _iterate(self) -> bool:
-        """One iteration; False where it only replaced learners."""
+    def _iterate(self) -> None:
         algorithm, config = self.algorithm, self.config
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
-        if iteration <= self.last_iteration:
-            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned
-            # nothing.
-            self._forget_after(iteration)
-            return False
         self.last_iteration = iteration
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
@@ -333,7 +326,6 @@ class PolicyRun(RayRun):
         last = iteration >= config.algorithm.iterations or self.stopped_by
         if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
             self.evaluate()
-        return True
 
     def _tell_failures(self) -> None:
         for reason in self.recorder.log_failures(self.algorithm.updates, self.algorithm.rollouts.take_failures()):
@@ -347,7 +339,7 @@ class PolicyRun(RayRun):
         self.saved_at = min(self.saved_at, iteration)
 
     def evaluate(self) -> dict[str, Any]:
-        results, kept = evaluate(self.algorithm, self.config.logging.kept_items)
+        results, kept = self.algorithm.evaluate_policy(self.config.logging.kept_items)
         self.recorder.log_evaluation(self.algorithm.updates, results)
         if kept:
             self.recorder.dump_evaluation(self.algorithm.updates, kept, self.algorithm.text)

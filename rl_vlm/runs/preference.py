@@ -121,13 +121,19 @@ class PreferenceRun(RayRun):
         self.checkpoint()
 
     def _iterate(self) -> None:
+        from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
+
         algorithm, settings = self.algorithm, self.settings
         every, evaluations = self.config.logging.checkpoint_every, settings.evaluation.every
         if self._evaluation_is_missing():
             self._evaluate()
-        while algorithm.env_steps < settings.total_steps and self.goes_on:
-            before = algorithm.env_steps
-            algorithm.train()
+        before = algorithm.env_steps  # of the last row
+        while before < settings.total_steps and self.goes_on:
+            try:
+                algorithm.train()
+            except LearnerLostError as error:
+                self._recover(error)
+                continue  # to the end of the row
             step = algorithm.env_steps
             if step == before:
                 continue
@@ -140,6 +146,7 @@ class PreferenceRun(RayRun):
                 self.checkpoint()
             if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
                 self._evaluate()
+            before = step
 
     def _evaluation_is_missing(self) -> bool:
         """Whether the evaluation that was due last is not recorded: an attempt ended during it."""

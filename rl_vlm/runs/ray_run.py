@@ -82,6 +82,11 @@ class RayRun(BaseRun):
         finally:
             metrics.close()
 
+    def _recover(self, error: Exception) -> None:
+        """Go on after a learner was lost, with new ones. Raises LearnerDiedError."""
+        self.display.message(f"{error} Going on from the newest checkpoint.")
+        self.algorithm.recover(error)
+
     def checkpoint(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
 

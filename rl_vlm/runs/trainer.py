@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from rl_vlm.algorithms.evaluation import sample_items
 from rl_vlm.config import PolicyConfig
 from rl_vlm.runs.api import Run, configured
 from rl_vlm.runs.policy import PolicyRun
@@ -83,7 +82,7 @@ class Trainer:
 
     def sample(self, count: int = 1, *, greedy: bool = True) -> list[TrajectoryGroup]:
         """Episodes of the first held-out items by the policy as it is, with their messages; nothing is learned."""
-        return sample_items(self._run.algorithm, count, greedy)
+        return self._run.algorithm.sample_held_out(count, greedy=greedy)  # type: ignore[no-any-return]
 
     def save(self) -> None:
         """Write a checkpoint into the run folder, from which `resume=True` goes on."""

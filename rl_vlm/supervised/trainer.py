@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.losses import token_logprobs
+from rl_vlm.learning.batching import MicroBatch, make_builder
+from rl_vlm.learning.logprobs import predicting_states, token_logprobs
+from rl_vlm.learning.optimizer import lr_factor, make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import Strategy, lr_factor, make_builder, make_optimizer, predicting_states
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import RLVLMError, Trajectory

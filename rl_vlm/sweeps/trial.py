@@ -11,7 +11,6 @@ from ray.tune import PlacementGroupFactory
 from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.algorithms.base import RunAlgorithm
-from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import TrainConfig
 from rl_vlm.config.sweep import SweepConfig, changed
 from rl_vlm.types import UserInputError
@@ -106,10 +105,6 @@ def trial_class(algorithm: type[RunAlgorithm], more: Mapping[str, float] | None 
             start = self._last
             result = super().step()
             now = self.progress()[0]
-            if now <= before:
-                # Its learners began anew, as it does not know Tune's checkpoints; Tune restores the whole trial from
-                # the last one.
-                raise LearnerDiedError(f"A learner died in iteration {before + 1}.")
             due = now >= end or bool(every and now // every > before // every)
             if due:
                 self._last = self.held_out()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import ray
 from preference_loop import build, content, run_config, saved, train_to
 from ray.exceptions import RayActorError
 
-from rl_vlm.algorithms.learners import LearnerDiedError
+from rl_vlm.algorithms.learners import LearnerDiedError, LearnerLostError
 from rl_vlm.config import PolicyConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
@@ -103,13 +102,13 @@ def test_several_env_runners_fill_one_replay_buffer(tmp_path: Path, deterministi
 def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
     algorithm = build(two_runners(), tmp_path)
     train_to(algorithm, 60)
-    ray.kill(algorithm.env_runner_group._worker_manager.actors()[1], no_restart=False)
+    ray.kill(algorithm.runners[1], no_restart=False)
     train_to(algorithm, 160)
     assert algorithm.sampler.restarts == 1  # one death, although several calls failed until the runner was back
     replay = algorithm.replay
     pairs = list(zip(replay.episodes[:160].tolist(), replay.times[:160].tolist(), strict=True))
     assert len(set(pairs)) == 160  # no number of an episode was used twice
-    ray.kill(algorithm.env_runner_group._worker_manager.actors()[2], no_restart=False)
+    ray.kill(algorithm.runners[2], no_restart=False)
     expected = evaluation_seeds(algorithm.run_config)
     assert [result.seed for result in algorithm.evaluate_policy(film=False)] == expected
     # A call that is sent after Ray has noticed the death waits for the new runner, and none fails.
@@ -121,11 +120,11 @@ def test_a_dead_env_runner_costs_its_open_episodes_and_not_the_checkpoint(tmp_pa
     run = two_runners()
     algorithm = build(run, tmp_path / "one")
     train_to(algorithm, 80)
-    runner = algorithm.env_runner_group._worker_manager.actors()[1]
+    runner = algorithm.runners[1]
     ray.kill(runner)
     with pytest.raises(RayActorError):  # a kill takes a moment
         for _ in range(600):
-            ray.get(runner.apply.remote(lambda r: time.sleep(0.1)), timeout=60)
+            ray.get(runner.ping.remote(), timeout=60)
     state = saved(algorithm, tmp_path / "checkpoint")
     counts = algorithm.sampler.episode_counts
     algorithm.stop()
@@ -315,8 +314,10 @@ def test_a_learner_that_dies_is_replaced_and_nothing_but_its_newest_updates_is_l
     train_to(algorithm, 160)
     replay, sessions = len(algorithm.replay), algorithm.feedback.sessions
     kept = {name: tensor.clone() for name, tensor in algorithm._learner_state.items()}
-    (learner,) = algorithm.learner_group._worker_manager.actors().values()
-    ray.kill(learner)
+    ray.kill(algorithm.learners.actors[0])
+    with pytest.raises(LearnerLostError) as lost:
+        algorithm.train()
+    algorithm.recover(lost.value)
     algorithm.train()
     assert algorithm.restarts["learner"] == 1
     # The newest remembered state is of the replaced learner, whose updates went on from what was kept.
@@ -325,8 +326,9 @@ def test_a_learner_that_dies_is_replaced_and_nothing_but_its_newest_updates_is_l
     assert algorithm.last_metrics["restarts/learner"] == 1 and algorithm.last_metrics["policy/updates"] == 20
     assert len(algorithm.replay) > replay and algorithm.feedback.sessions >= sessions
     # Once more than `max_restarts` is an error that says so, and not a loop.
-    (learner,) = algorithm.learner_group._worker_manager.actors().values()
-    ray.kill(learner)
-    with pytest.raises(LearnerDiedError):
+    ray.kill(algorithm.learners.actors[0])
+    with pytest.raises(LearnerLostError) as lost:
         algorithm.train()
+    with pytest.raises(LearnerDiedError):
+        algorithm.recover(lost.value)
     algorithm.stop()

@@ -24,7 +24,7 @@ from rl_vlm.algorithms.checkpoint import (
 )
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import Strategy
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 

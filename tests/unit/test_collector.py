@@ -17,6 +17,8 @@ from rl_vlm.preference import env_runner as module
 from rl_vlm.preference.collector import CollectionError, Collector, NumpyActor, StepBatch
 from rl_vlm.preference.env_runner import ControlSampler
 from rl_vlm.preference.evaluation import EpisodeResult, evaluate
+from rl_vlm.rollout import actors
+from rl_vlm.rollout.actors import Actors
 
 
 def actor(seed: int = 0) -> NumpyActor:
@@ -132,14 +134,13 @@ class Runner:
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
     monkeypatch.setattr(module, "ray", RAY)
-    monkeypatch.setattr("rl_vlm.preference.env_runner.time.sleep", lambda _: None)
+    monkeypatch.setattr(actors, "ray", RAY)
+    monkeypatch.setattr(actors, "_AGAIN_S", 0.0)
     return {1: Runner(), 2: Runner()}
 
 
 def sampler(runners: dict[int, Runner]) -> ControlSampler:
-    manager = SimpleNamespace(actors=lambda: runners, actor_ids=lambda: list(runners))
-    group = SimpleNamespace(local_env_runner=None, num_remote_env_runners=lambda: len(runners), _worker_manager=manager)
-    return ControlSampler(group, 30)
+    return ControlSampler(Actors(runners), None, 30)
 
 
 def seeds_of(results: list[EpisodeResult]) -> list[int]:

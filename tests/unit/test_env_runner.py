@@ -21,7 +21,7 @@ from test_client import Handle, client_of
 
 from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.envs.base import ObservationSpace, StepResult, TextSpace
+from rl_vlm.envs.base import StepResult
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.rollout.base_env_runner import RunnerConfig
@@ -252,8 +252,6 @@ def runner(tiny_folder: Path, tmp_path: Path) -> Iterator[VLMEnvRunner]:
         run_of(lag=2, gate=tmp_path / "gate"),
         "run",
         ModelReference.of(str(tiny_folder)),
-        ObservationSpace(),
-        TextSpace(),
     )
     runner, engine = VLMEnvRunner(config=config), TransformersEngine(tiny_folder, max_context=512)
     runner._worker._client = Direct(engine)  # type: ignore[assignment]

@@ -16,9 +16,11 @@ from transformers import AutoModelForImageTextToText
 
 from rl_vlm.config import PolicyConfig, apply_overrides, load_sft_config, parse_config
 from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Trajectory

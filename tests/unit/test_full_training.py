@@ -30,8 +30,10 @@ from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_chec
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.trained import find_trained, read_payload

@@ -30,8 +30,11 @@ from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config
 from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import policy_model
+from rl_vlm.learning.batching import padding_batch
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
-from rl_vlm.learning.update import AllReduce, PolicyUpdater, Strategy, make_optimizer, padding_batch
+from rl_vlm.learning.strategies import AllReduce, Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import devices
 from rl_vlm.models.devices import choose_order
 from rl_vlm.runs import ray_session

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,261 +12,233 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.exceptions import ActorDiedError
-from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.algorithms import learners, policy
 from rl_vlm.algorithms.checkpoint import Checkpoint
-from rl_vlm.algorithms.evaluation import evaluated_weights
 from rl_vlm.algorithms.grpo import GRPO
-from rl_vlm.algorithms.learners import (
-    LearnerDiedError,
-    LearnerLostError,
-    LearnerOutOfMemoryError,
-    Learners,
-)
+from rl_vlm.algorithms.learners import LearnerDiedError, LearnerLostError, LearnerOutOfMemoryError, Learners
+from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import LearnerSection, PolicyConfig, parse_config, save_config
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.learning.plan import UpdateBatch
-from rl_vlm.learning.update import UnfitImagesError
+from rl_vlm.learning.sight_check import UnfitImagesError
 from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.rollout import actors
 from rl_vlm.rollout.rollouts import TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 from rl_vlm.runs import lifecycle
 from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.types import RLVLMError, UserInputError
 
-
-class Reset(PreferenceSAC):
-    """The first update of the critics' reset meets learners that die `deaths` times."""
-
-    def __init__(self, deaths: int) -> None:
-        self.deaths, self.asked = deaths, []  # type: ignore[var-annotated]
-        self.settings = SimpleNamespace(sac=SimpleNamespace(batch_size=2, log_std_bounds=(-5, 2)), exploration_k=1)  # type: ignore[assignment]
-        rows = np.zeros((4, 1), np.float32)
-        self.replay: Any = SimpleNamespace(
-            sample_rows=lambda count, rng: np.zeros(count, np.int64),
-            observations=rows, actions=rows, rewards=rows, next_observations=rows, continues=rows,
-        )  # fmt: skip
-        self._rng = np.random.default_rng(0)
-        self._sums = Counter()  # type: ignore[assignment]
-        self.learners: Any = SimpleNamespace(update=self._update_learners)
-
-    def _update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
-        self.asked.append(batches[0].reset_critics)
-        return None if len(self.asked) <= self.deaths else [({}, [])]
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+]
 
 
-@dataclass
-class Result:
-    """As RLlib's: a failed call holds its exception and raises nothing."""
+class Learner:
+    """A learner's actor. `dies`: what its calls give in place of an answer; `updates`: what the next updates do."""
 
-    value: Any
-    actor_id: int = 0
+    def __init__(self, number: int, dies: Exception | None = None, updates: Sequence[Any] = ()) -> None:
+        self._learner_index, self.dies, self.updates, self.asked = number, dies, list(updates), 0
+        self.apply = SimpleNamespace(remote=lambda function: self._call(lambda: function(self)))
+        self.update = SimpleNamespace(remote=lambda training_data: self._call(self._next_update))
 
-    @property
-    def ok(self) -> bool:
-        return not isinstance(self.value, Exception)
+    def _next_update(self) -> Any:
+        found = self.updates.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def get(self) -> Any:
-        return self.value
-
-
-class Group:
-    """As RLlib's group of learners: it calls them, and takes one that raises, whatever it raises, for dead.
-
-    Those in `dead` have died, and nobody has noticed yet. `update` are the first answers to an update, or what it
-    raises; `asked` lists who was called.
-    """
-
-    is_local = False
-
-    def __init__(self, count: int, dead: Sequence[int] = (), update: Any = ()) -> None:
-        self.config = SimpleNamespace(num_learners=count)
-        self.asked, self.known_dead, self._dead, self._update = list[int](), set[int](), dead, update
-        self._learners = [SimpleNamespace(_learner_index=k) for k in range(count)]
-        self._worker_manager = SimpleNamespace(
-            healthy_actor_ids=lambda: [k for k in range(count) if k not in self.known_dead],
-            foreach_actor_async=self._begin,
-            fetch_ready_async_reqs=self._fetch,
-        )
-        self._ready: list[Result] = []
-
-    def foreach_learner(
-        self,
-        function: Any,
-        timeout_seconds: float,
-        remote_actor_ids: list[int] | None = None,
-        healthy_only: bool = True,
-    ) -> list[Result]:
-        chosen = range(len(self._learners)) if remote_actor_ids is None else remote_actor_ids
-        called = [k for k in chosen if not healthy_only or k not in self.known_dead]
-        self.asked += called
-        return [self._noticed(self._call(function, k)) for k in called]
-
-    def _call(self, function: Any, learner: int) -> Result:
+    def _call(self, work: Any) -> Reference:
+        self.asked += 1
+        if self.dies is not None:
+            return Reference(self.dies)
         try:
-            return Result(RuntimeError("died") if learner in self._dead else function(self._learners[learner]), learner)
+            return Reference(work())
         except Exception as error:
-            return Result(error, learner)
+            if error in (DEAD, HANGS):
+                return Reference(error)
+            return Reference(RayTaskError("apply", "traceback", error).as_instanceof_cause())  # as ray.get raises it
 
-    def _noticed(self, result: Result) -> Result:
-        if not result.ok:
-            self.known_dead.add(result.actor_id)
-        return result
-
-    def _begin(self, method: str, tag: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int]) -> None:
-        assert method == "update" and len(kwargs) == len(remote_actor_ids)
-        self._tag = tag
-        values = [self._update] if isinstance(self._update, Exception) else self._update
-        # As RLlib's, in the order of the answers; who is silent is left out.
-        self._ready = [Result(value, learner) for learner, value in reversed(list(enumerate(values)))]
-
-    def _fetch(self, tags: str, timeout_seconds: float) -> list[Result]:
-        assert tags == self._tag
-        return [self._noticed(self._ready.pop(0))] if self._ready else []
+    def kill(self) -> None:
+        self.dies = DEAD
 
 
-def unfit(learner: Any) -> Any:
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "ray", RAY)
+    monkeypatch.setattr(learners, "ray", RAY)
+    monkeypatch.setattr(learners, "TrainingData", lambda **fields: fields)
+
+
+def supervised(*members: Learner, in_step: bool = False, **settings: Any) -> Learners:
+    section = LearnerSection(**settings)
+    group = SimpleNamespace(is_local=False, _workers=list(members))
+    return Learners(group, SimpleNamespace(**section.model_dump(), in_step=in_step), lambda: None, Counter())  # type: ignore[arg-type]
+
+
+def unfit(_: Any) -> Any:
     raise UnfitImagesError("t0 has 4 image tokens, and the learner makes 6 of its images.")
 
 
-def on_one_learner(group: Group, function: Any, in_step: bool = False) -> Any:
-    settings: Any = SimpleNamespace(in_step=in_step)
-    return Learners(group, settings, lambda: None, lambda: None, Counter()).call(function)
-
-
-def on_all_learners(group: Group, function: Any) -> Any:
-    return on_one_learner(group, function, in_step=True)
-
-
-def on_every_learner(group: Group, function: Any) -> None:
-    Learners(group, None, lambda: None, lambda: None, Counter()).call_each(function)  # type: ignore[arg-type]
-
-
-def test_a_dead_learners_exception_is_never_an_answer() -> None:
-    assert on_one_learner(Group(2, dead=[0]), lambda _: 7) == 7
-    on_every_learner(Group(2), lambda _: 0)
-    for call, count, dead in ((on_one_learner, 0, ()), (on_one_learner, 1, (0,)), (on_every_learner, 2, (1,))):
+def test_another_learner_answers_for_a_dead_one() -> None:
+    assert supervised(Learner(0, DEAD), Learner(1)).call(lambda learner: learner._learner_index) == 1
+    for members in ([Learner(0, DEAD)], []):
         with pytest.raises(LearnerLostError):
-            call(Group(count, dead), lambda _: 0)
+            supervised(*members).call(lambda _: 0)
 
 
-@pytest.mark.parametrize("call", [on_one_learner, on_all_learners, on_every_learner])
-def test_an_error_on_purpose_is_an_answer_and_no_death(call: Any) -> None:
-    group = Group(2)
-    with pytest.raises(UnfitImagesError):
-        call(group, unfit)
-    assert not group.known_dead
-    assert call(group, lambda learner: learner._learner_index) == (None if call is on_every_learner else 0)
+def test_learners_that_hold_parts_of_a_model_are_all_called() -> None:
+    assert supervised(Learner(0), Learner(1), in_step=True).call(lambda learner: 7) == 7
+    with pytest.raises(LearnerLostError):
+        supervised(Learner(0), Learner(1, DEAD), in_step=True).call(lambda _: 0)
+    supervised(Learner(0), Learner(1)).call_each(lambda _: 0)
+    with pytest.raises(LearnerLostError):
+        supervised(Learner(0), Learner(1, DEAD)).call_each(lambda _: 0)
 
 
-# --- what an error of an update means
+@pytest.mark.parametrize("error", [UnfitImagesError("4 tokens"), *NO_MEMORY, ZeroDivisionError("a defect")], ids=repr)
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_error_of_a_call_is_no_death(error: Exception, in_step: bool) -> None:
+    """A full memory is named, because trying again would not help."""
+
+    def fail(learner: Any) -> Any:
+        raise error
+
+    expected = LearnerOutOfMemoryError if error in NO_MEMORY else type(error)
+    with pytest.raises(RayTaskError if isinstance(error, ZeroDivisionError) else expected):
+        supervised(Learner(0), Learner(1), in_step=in_step).call(fail)
 
 
-class Supervisor(Learners):
-    """Replacements are counted and not made."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group, LearnerSection(), lambda: None, lambda: None, Counter())
-        self.replaced = 0
-
-    def replace(self, error: Exception) -> None:
-        self.replaced += 1
+@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
+def test_an_update_that_does_not_fit_is_not_a_dead_learner(error: Exception) -> None:
+    with pytest.raises(LearnerOutOfMemoryError, match="micro_batch_tokens"):
+        supervised(Learner(0, updates=[error]), Learner(1, updates=[1])).update(["batch", "batch"])
 
 
-@pytest.fixture
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda value: value))
-    monkeypatch.setattr(learners, "TrainingData", lambda **fields: fields)
-    monkeypatch.setattr(
-        learners, "time", SimpleNamespace(monotonic=itertools.count(0, 600).__next__, perf_counter=float)
-    )  # seconds
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
-    ],
-)
-def test_an_update_that_does_not_fit_is_not_a_dead_learner(no_ray: None, error: Exception) -> None:
-    algorithm = Supervisor(Group(2, update=error))
-    with pytest.raises(LearnerOutOfMemoryError):
-        algorithm.update(["batch", "batch"])
-    assert algorithm.replaced == 0
+BROKEN = RuntimeError("Connection closed by peer")  # of a collective
 
 
 @pytest.mark.parametrize(
-    ("group", "why"),
+    ("members", "lost"),
     [
-        (Group(2, dead=[1], update=RuntimeError("Connection closed by peer")), "a collective broke"),
-        (Group(1, update=["one result"]), "RLlib left out a dead learner"),
-        (Group(2, update=["one result"]), "one is silent, though it lives"),
-        (Group(1, dead=[0], update=NodeOutOfMemoryError("killed by the memory monitor")), "Ray killed it"),
+        ([Learner(0, updates=[BROKEN]), Learner(1, DEAD)], True),
+        ([Learner(0, updates=[BROKEN]), Learner(1, updates=[BROKEN])], False),  # all live: a defect
+        ([Learner(0, updates=[1]), Learner(1, ActorDiedError())], True),
     ],
 )
-def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> None:
-    algorithm = Supervisor(group)
-    assert algorithm.update(["batch", "batch"]) is None, why
-    assert algorithm.replaced == 1
+def test_an_update_finds_out_whether_a_learner_is_lost(members: list[Learner], lost: bool) -> None:
+    with pytest.raises(LearnerLostError if lost else RuntimeError) as caught:
+        supervised(*members).update(["batch", "batch"])
+    assert isinstance(caught.value, LearnerLostError) is lost
 
 
-def test_a_learner_that_has_died_is_replaced_without_asking_those_that_wait_for_it(no_ray: None) -> None:
+def test_a_silent_learner_is_lost_at_the_deadline_and_a_dead_one_without_asking_those_that_wait_for_it() -> None:
     """NCCL lets them wait for ever, and they would not answer."""
-    group = Group(2, update=ActorDiedError())
-    algorithm = Supervisor(group)
-    assert algorithm.update(["batch", "batch"]) is None and algorithm.replaced == 1
-    assert group.asked == []
+    silent = Learner(1, HANGS)
+    with pytest.raises(LearnerLostError):
+        supervised(Learner(0, updates=[1]), silent, update_timeout_s=0.01).update(["batch", "batch"])
+    assert silent.dies is DEAD  # it was killed
+    waiting = Learner(1, HANGS)
+    with pytest.raises(LearnerLostError):
+        supervised(Learner(0, ActorDiedError()), waiting).update(["batch", "batch"])
+    assert waiting.asked == 1
 
 
-def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch(
-    no_ray: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = Supervisor(Group(1, update=["result"]))
+def test_answers_come_in_the_order_of_the_batches() -> None:
+    assert supervised(Learner(0, updates=["first"]), Learner(1, updates=["second"])).update(["a", "b"]) == [
+        "first",
+        "second",
+    ]
+
+
+def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = supervised(Learner(0, updates=["result"] * 9))
     update = UpdateBatch([], [False], {}, {}, [])
 
     def took(batch: Any, seconds: float) -> float:
         """What such batches may take after one that took so long."""
         ticks = iter([0.0, seconds])
-        monkeypatch.setattr(learners, "time", SimpleNamespace(monotonic=float, perf_counter=lambda: next(ticks)))
-        assert learner.update([batch]) == ["result"]
-        return learner.timeout_s(type(batch))
+        monkeypatch.setattr(learners, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        assert found.update([batch]) == ["result"]
+        return found.timeout_s(type(batch))
 
-    assert learner.timeout_s(str) == learner.timeout_s(int) == 1800.0
-    assert took("scores", 20.0) == took("other scores", 15.0) == 200.0 and learner.timeout_s(int) == 1800.0
+    assert found.timeout_s(str) == found.timeout_s(int) == 1800.0
+    assert took("scores", 20.0) == took("other scores", 15.0) == 200.0 and found.timeout_s(int) == 1800.0
     assert (took(1, 0.1), took(2, 1000.0)) == (120.0, 1800.0)
     assert took(update, 0.05) == 1800.0  # nothing was to be learned
     assert took(replace(update, active=[True]), 30.0) == 300.0
 
 
-class Replacing(Learners):
-    """Each new group fails to start with the next of `failures`."""
+@pytest.mark.parametrize(
+    "failures", [[ActorDiedError(), ActorDiedError()], [LearnerLostError("gone"), ActorDiedError()]]
+)
+@pytest.mark.parametrize("max_restarts", [3, 2])
+def test_learners_that_start_on_a_dying_node_are_replaced_again(failures: list[Exception], max_restarts: int) -> None:
+    left, restarts, shut = list(failures), Counter[str](), [0]
 
-    def __init__(self, failures: list[Exception], max_restarts: int) -> None:
-        self.failures, self.restored, self.restarts = failures, 0, Counter[str]()
-        old = SimpleNamespace(_is_shut_down=True)
-        settings = LearnerSection(max_restarts=max_restarts)
-        super().__init__(old, settings, self._build, self._restored, self.restarts)
+    def build() -> Any:
+        if left and isinstance(left[0], ActorDiedError):
+            raise left.pop(0)
+        return group
 
-    def _build(self) -> Any:
-        if self.failures:
-            raise self.failures.pop(0)
-        return SimpleNamespace(_is_shut_down=False)
+    def restore() -> None:
+        if left:
+            raise left.pop(0)
 
-    def _restored(self) -> None:
-        self.restored += 1
-
-
-def test_learners_that_start_on_a_dying_node_are_replaced_again() -> None:
-    learners = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=3)
-    learners.replace(RuntimeError("the first one died"))
-    assert (learners.restored, learners.restarts["learner"]) == (1, 3)
-    learners = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
+    group = SimpleNamespace(is_local=True, shutdown=lambda: shut.__setitem__(0, shut[0] + 1))
+    found = Learners(group, LearnerSection(max_restarts=max_restarts), build, restarts)
+    if max_restarts == 3:
+        found.replace(RuntimeError("the first one died"), restore)
+        assert restarts["learner"] == 3 and found.group is group
+        return
     with pytest.raises(LearnerDiedError):
-        learners.replace(RuntimeError("the first one died"))
+        found.replace(RuntimeError("the first one died"), restore)
+
+
+class Reset(PreferenceSAC):
+    """A session whose reset of the critics meets a learner that dies `deaths` times."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.asked = deaths, []  # type: ignore[var-annotated]
+        self.settings = parse_config(  # type: ignore[assignment]
+            {
+                "algorithm": {"name": "preference_sac"},
+                "env": {"id": "CartPole"},
+                "preference": {"sac": {"batch_size": 2}},
+            }
+        ).preference
+        rows = np.zeros((4, 1), np.float32)
+        self.replay: Any = SimpleNamespace(
+            sample_rows=lambda count, rng: np.zeros(count, np.int64),
+            observations=rows, actions=rows, rewards=rows, next_observations=rows, continues=rows,
+        )  # fmt: skip
+        self._rng, self._sums, self.feedback = np.random.default_rng(0), Counter(), None  # type: ignore[assignment]
+        self.env_steps, self.last_session, self._reset_is_due = 0, -1, False
+        self.learner_group, self.sampler = SimpleNamespace(is_local=True), SimpleNamespace(is_running=False)  # type: ignore[assignment]
+        self.on_session, self.stop_requested = lambda _: None, lambda: True
+        self.learners: Any = SimpleNamespace(update=self._update_learners, call=lambda _: ([], None))
+
+    def _update_learners(self, batches: Sequence[Any]) -> list[Any]:
+        self.asked.append(batches[0].reset_critics)
+        if len(self.asked) <= self.deaths:
+            raise LearnerLostError("gone")
+        return [({}, [])]
+
+
+def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:
+    """The labels of that session are there: nothing is asked again."""
+    algorithm = Reset(deaths=2)
+    for attempt in (algorithm._session, algorithm.iterate):
+        with pytest.raises(LearnerLostError):
+            attempt()
+    algorithm.iterate()
+    algorithm.iterate()
+    assert algorithm.asked == [True, True, True]
 
 
 class Averaging:
@@ -277,11 +248,11 @@ class Averaging:
         self.run_config = PolicyConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
         self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
         self.learners = SimpleNamespace(call=self._call)
-        self.publish_restored = self.published.append
+        self.publish_restored, self.averaged_adapter = self.published.append, lambda: "average"
 
     def _call(self, function: Any) -> Any:
         policy = SimpleNamespace(payload=lambda version: f"trained {version}")
-        learner = SimpleNamespace(averaged_adapter=lambda version: "average", policy=policy)
+        learner = SimpleNamespace(policy=policy)
         if self.published and self.fails is not None:
             raise self.fails
         return function(learner)
@@ -289,42 +260,16 @@ class Averaging:
 
 def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
     algorithm = Averaging()
-    with evaluated_weights(algorithm):  # type: ignore[arg-type]
+    with PolicyAlgorithm._evaluated_weights(algorithm):  # type: ignore[arg-type]
         assert algorithm.published == ["average"]
     assert algorithm.published == ["average", "trained 4"]
     for fails in (None, LearnerLostError("gone")):
         algorithm = Averaging(fails)
-        with pytest.raises(RoundAbandonedError), evaluated_weights(algorithm):  # type: ignore[arg-type]
+        with pytest.raises(RoundAbandonedError), PolicyAlgorithm._evaluated_weights(algorithm):  # type: ignore[arg-type]
             raise RoundAbandonedError("Sampling was stopped.")
         assert algorithm.published == ["average", "trained 4"][: 2 - bool(fails)]
-    with pytest.raises(LearnerLostError), evaluated_weights(Averaging(LearnerLostError("gone"))):  # type: ignore[arg-type]
+    with pytest.raises(LearnerLostError), PolicyAlgorithm._evaluated_weights(Averaging(LearnerLostError("gone"))):  # type: ignore[arg-type]
         pass
-
-
-def test_one_learner_that_refuses_among_several_is_heard() -> None:
-    group = Group(3)
-    with pytest.raises(UnfitImagesError):
-        on_all_learners(group, lambda learner: unfit(learner) if learner._learner_index == 2 else 1)
-    with pytest.raises(LearnerLostError, match="Not all learners answered: division"):
-        on_all_learners(group, lambda learner: 1 / 0)
-    assert group.known_dead == {0, 1, 2}
-
-
-def test_answers_come_in_the_order_of_the_batches_and_an_error_of_learners_that_all_live_as_it_is(no_ray: None) -> None:
-    assert Supervisor(Group(2, update=["first", "second"])).update(["batch", "batch"]) == ["first", "second"]
-    algorithm = Supervisor(Group(2, update=RuntimeError("a defect")))
-    with pytest.raises(RuntimeError, match="a defect"):
-        algorithm.update(["batch", "batch"])
-    assert algorithm.replaced == 0
-
-
-def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:
-    algorithm = Reset(deaths=2)
-    algorithm._update(3, reset=True)
-    assert algorithm.asked == [True, True, True]
-    algorithm = Reset(deaths=1)
-    algorithm._update(3)
-    assert algorithm.asked == [False]  # ordinary updates are lost with it
 
 
 def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.learning.losses import Allowed, Tile, token_logprobs
+from rl_vlm.learning.logprobs import Allowed, Tile, token_logprobs
 from rl_vlm.models import kernels
 from rl_vlm.models.families.qwen_fast import QwenBackbone
 
@@ -192,7 +192,7 @@ def test_logits_of_all_positions_are_never_kept(monkeypatch: pytest.MonkeyPatch)
         sizes.append(max(len(x) * len(weight), x.numel()))
         return kernels.linear(x, weight, bias)
 
-    monkeypatch.setattr("rl_vlm.learning.losses.linear", counted)
+    monkeypatch.setattr("rl_vlm.learning.logprobs.linear", counted)
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         values, _ = token_logprobs(head, hidden, targets, 1.0, tile=Tile(8, 10))

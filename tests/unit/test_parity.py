@@ -11,6 +11,7 @@ from real_shapes import FAMILIES, build
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.evaluation.sight_faults import EXACT, distance, explain
+from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.models.families.generic import Backbone
 from rl_vlm.models.families.processor import ProcessorImages
 from rl_vlm.types import RLVLMError
@@ -68,7 +69,7 @@ def test_an_engine_that_shows_two_requests_each_others_images_is_named(
     asked = [parity.conversations(seed)["one image"] for seed in (0, 1)]
     group = bench.answers_together(asked, max_new_tokens=12, seeds=(1,), ignore_eos=True)
     sampled = [one.logprobs[one.loss_mask] for one in group]
-    guesses = bench.updater.sight_logprobs(group)
+    guesses = sight_logprobs(bench.updater.recompute, bench.text.images, group)
     fault_found = explain({name: distance(sampled, values) for name, values in guesses.items()}, EXACT)
     assert fault_found is not None and fault_found.name == "images_swapped"
 

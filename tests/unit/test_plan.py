@@ -17,7 +17,8 @@ from rl_vlm.config import parse_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import Trajectory, TrajectoryGroup, Turn
 

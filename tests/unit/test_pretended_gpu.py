@@ -21,9 +21,12 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.labels import Label
 from rl_vlm.learning.estimators import ReturnScale
+from rl_vlm.learning.optimizer import make_optimizer, move_average
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer, move_average
+from rl_vlm.learning.sight_check import sight_logprobs
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.preference.reward_examples import Examples
 from rl_vlm.preference.reward_model import RewardEnsemble
@@ -95,7 +98,7 @@ class Learned:
         self.stats = UpdateStats()
         data, settings, rng = groups(folder), run.algorithm, np.random.default_rng(3)
         trajectories = [one for group in data for one in group.trajectories]
-        self.logprobs = self.updater.sight_logprobs(trajectories[:2])
+        self.logprobs = sight_logprobs(self.updater.recompute, self.policy.text.images, trajectories[:2])
         minibatches = divide(data, run, rng)
         scores = self.updater.score(minibatches[0])
         scale = ReturnScale()

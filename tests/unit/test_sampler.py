@@ -10,9 +10,11 @@ import pytest
 from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.rollout import actors
 from rl_vlm.rollout import sampler as module
+from rl_vlm.rollout.actors import Actors
 from rl_vlm.rollout.rollouts import make_rollouts
-from rl_vlm.rollout.sampler import EnvRunners, Sampler
+from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
 TASKS = [RolloutTask(f"g{k}", k, "train", k, k, 1, 1.0, 0) for k in range(4)]
@@ -29,6 +31,8 @@ class Runner:
         self.killed = 0
         self.sample = SimpleNamespace(remote=self._sample)
         self.open_ahead = SimpleNamespace(remote=self._open_ahead)
+        self.back = True
+        self.ping = SimpleNamespace(remote=lambda: Reference(None if self.back else DEAD))
 
     def _outcome(self, result: Any) -> Reference:
         failed = self.outcomes.pop(0) if self.outcomes else None
@@ -51,36 +55,25 @@ class Runner:
 
 
 class Manager:
-    """RLlib's actor manager, as far as the sampler knows it: probing finds every runner back."""
+    """Two env runners; probing finds each back unless they `stay_down`."""
 
     def __init__(self, count: int) -> None:
         self.runners = {k + 1: Runner() for k in range(count)}
-        self.health = dict.fromkeys(self.runners, True)
 
-    def actors(self) -> dict[int, Runner]:
-        return self.runners
-
-    def actor_ids(self) -> list[int]:
-        return list(self.runners)
-
-    def healthy_actor_ids(self) -> list[int]:
-        return [k for k, healthy in self.health.items() if healthy]
-
-    def set_actor_state(self, runner: int, healthy: bool) -> None:
-        self.health[runner] = healthy
-
-    def probe_unhealthy_actors(self, **_: Any) -> None:
-        self.health = dict.fromkeys(self.runners, True)
+    def stay_down(self) -> None:
+        for runner in self.runners.values():
+            runner.back = False
 
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
     monkeypatch.setattr(module, "ray", RAY)
+    monkeypatch.setattr(actors, "ray", RAY)
     return Manager(2)
 
 
-def runners_of(manager: Manager) -> EnvRunners:
-    return EnvRunners(SimpleNamespace(_worker_manager=manager))  # type: ignore[arg-type]
+def runners_of(manager: Manager) -> Actors:
+    return Actors(manager.runners)
 
 
 def sampler_of(manager: Manager) -> Sampler:
@@ -110,20 +103,20 @@ def test_a_late_answer_from_a_runners_earlier_life_says_nothing_about_its_health
     sampler = Sampler(runners, sharded)
     manager.runners[1].outcomes = [HANGS, HANGS]
     sampler.give(TASKS, 30)
-    runners.lost(1)  # another call has told that it died
+    runners.lose(1)  # another call found that it died
     runners.probe()  # it is back
     for reference in manager.runners[1].running:
         reference.value = late
     manager.runners[1].outcomes = []
     result = sampler.finish()
     assert result.dropped == {"runner_died": 1} and runners.restarts == 1
-    assert manager.health[1] and manager.runners[1].killed == 0
+    assert 1 in runners.healthy and manager.runners[1].killed == 0
 
 
 # --- one call per group
 
 
-def continuous_of(manager: Manager, places: int = 8) -> tuple[Sampler, EnvRunners]:
+def continuous_of(manager: Manager, places: int = 8) -> tuple[Sampler, Actors]:
     runners = runners_of(manager)
     return Sampler(runners, sharded=False, places=places), runners
 
@@ -140,7 +133,7 @@ def test_tasks_are_spread_evenly_and_each_result_is_given_once(manager: Manager)
 def test_the_groups_of_a_runner_that_dies_go_to_another_with_the_newest_version(manager: Manager) -> None:
     sampler, runners = continuous_of(manager)
     manager.runners[1].outcomes = [DEAD, DEAD]
-    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    manager.stay_down()
     sampler.give(TASKS, 30, version=1)
     result = sampler.collect(2, 0)
     assert set(result.lost) == {"g1", "g3"} and result.dropped == {"runner_died": 1} and runners.restarts == 1
@@ -181,10 +174,11 @@ def test_a_runner_is_not_restarted_for_a_group_that_waits_there(manager: Manager
 
 
 def test_without_any_runner_sampling_ends_with_a_sentence(manager: Manager) -> None:
-    sampler, _ = continuous_of(manager)
+    sampler, runners = continuous_of(manager)
     sampler._grace_s = 0.0
-    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
-    manager.health = dict.fromkeys(manager.health, False)
+    manager.stay_down()
+    for number in manager.runners:
+        runners.lose(number)
     with pytest.raises(module.SamplingError):
         sampler.give(TASKS, 30, version=0)
         sampler.collect(0, 0)
@@ -195,7 +189,7 @@ def test_a_stop_is_heard_while_all_runners_are_down(manager: Manager) -> None:
     sampler = sampler_of(manager)
     for runner in manager.runners.values():
         runner.outcomes = [DEAD]
-    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    manager.stay_down()
     sampler.give(TASKS, 30)
     asked = iter([False, False, False])
     with pytest.raises(module.RoundAbandonedError):
@@ -217,16 +211,10 @@ def test_an_autoscaler_has_the_time_that_a_machine_takes_to_start(
         assert set(waits) == {900.0 if autoscaling else 120.0}
 
 
-def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    manager.set_actor_state(1, healthy=False)
-    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
-
-
 def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:
     runners = runners_of(manager)
     manager.runners[1].outcomes = [DEAD, DEAD]
-    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    manager.stay_down()
     both = Sampler(runners, sharded=True), Sampler(runners, sharded=False)  # as an evaluation beside training
     both[0].give(TASKS, 30)
     both[1].give(TASKS, 30)

@@ -6,11 +6,9 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from core_support import picture
 from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
 from real_shapes import build
 
+from rl_vlm.algorithms.evaluation import HeldOutItems
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -34,12 +33,13 @@ from rl_vlm.evaluation.sight_faults import (
     learner_is_blind,
     raise_or_warn,
 )
+from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, View
 from rl_vlm.types import (
     Completion,
     GenerationRequest,
@@ -72,15 +72,19 @@ class InProcess:
 
     def __init__(self, folder: Path, engine: TransformersEngine | None = None, **dotted: Any) -> None:
         self.loop = Loop(folder, 1.0, engine, learner__lr=1e-2, sight__items=4, **dotted)
-        self.run_config = self.loop.run
-        self.test_sizes = {"": 100}
+        self.run_config, self.learner_text = self.loop.run, self.loop.policy.text
         self.pool = EnvPool(TwoPictures, timeout_s=30.0, inline=True)
-        self.rollouts = SimpleNamespace(evaluate=self.evaluate)
-        self.updates, self.learners = 0, self
+        self.items = HeldOutItems(self.run_config, {"": 100}, {}, self)  # type: ignore[arg-type]
 
-    @property
-    def version(self) -> int:
-        return self.loop.version
+    def probe(self) -> SightProbe:
+        def logprobs(trajectories: Sequence[Trajectory], counterfactuals: bool) -> Any:
+            return sight_logprobs(self.loop.updater.recompute, self.learner_text.images, trajectories, counterfactuals)
+
+        def sample(view: View) -> list[Trajectory]:
+            groups = self.items.sample(self.loop.version, 4, f"sight/{view}", view=view, temperature=1.0)
+            return [group.trajectories[0] for group in groups]
+
+        return SightProbe(self.run_config, logprobs, sample)
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         async def gather() -> list[TrajectoryGroup]:
@@ -91,19 +95,12 @@ class InProcess:
 
         return asyncio.run(gather()), RolloutResult()
 
-    def replicas_at_rest(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def call(self, function: Any) -> Any:
-        return function(SimpleNamespace(updater=self.loop.updater))
-
     def learn(self, updates: int = 3) -> None:
         for _ in range(updates):
             self.loop.update(self.loop.sample(size=3))
-            self.updates += 1
 
     def faults(self) -> list[str]:
-        probe = SightProbe(self)  # type: ignore[arg-type]
+        probe = self.probe()
         found = [fault.name for fault in probe.gate()]
         assert probe.needed
         self.loop.close()
@@ -200,7 +197,7 @@ def test_an_engine_with_zeros_in_the_rows_of_positions_is_found(
 def test_an_engine_that_serves_a_stale_adapter_under_a_new_name_is_found_one_iteration_later(tiny_folder: Path) -> None:
     parts = InProcess(tiny_folder, StaleEngine(tiny_folder, max_context=MAX_CONTEXT))
     parts.learn(1)
-    figures, faults = SightProbe(parts).measure(parts.loop.sample(size=1))  # type: ignore[arg-type]
+    figures, faults = parts.probe().measure(parts.loop.sample(size=1), parts.loop.version, done=0)
     assert [fault.name for fault in faults] == ["stale_adapter"]
     assert figures["sight/gap"] > EXACT[0]
     parts.loop.close()
@@ -215,7 +212,7 @@ def test_a_learner_with_another_image_size_is_found(folder: Path, tmp_path: Path
     (other / "processor_config.json").write_text(json.dumps(settings))
     learner = copy(parts.loop.policy)
     learner.text = load_text_side(other, PixelLimits())
-    parts.loop.updater = PolicyUpdater(learner, parts.run_config)
+    parts.loop.updater, parts.learner_text = PolicyUpdater(learner, parts.run_config), learner.text
     assert parts.faults() == ["image_size"]
 
 
@@ -231,24 +228,24 @@ def test_a_learner_without_pixels_is_found(folder: Path, monkeypatch: pytest.Mon
 
 def test_figures_during_training_say_how_much_answers_depend_on_images(tiny_folder: Path) -> None:
     parts = InProcess(tiny_folder, sight__every=5)
-    probe = SightProbe(parts)  # type: ignore[arg-type]
+    probe = parts.probe()
     groups = parts.loop.sample(size=2)
-    figures, faults = probe.measure(groups)
+    figures, faults = probe.measure(groups, parts.loop.version, done=0)
     assert faults == [] and figures["sight/gap"] < EXACT[0]
-    by_hand = parts.loop.updater.sight_logprobs([group.trajectories[0] for group in groups], False)
+    firsts = [group.trajectories[0] for group in groups]
+    by_hand = sight_logprobs(parts.loop.updater.recompute, parts.loop.policy.text.images, firsts, False)
     ratio = np.concatenate(by_hand["blank"]) - np.concatenate(by_hand["true"])
     assert figures["sight/kl_blank"] == pytest.approx(np.mean(np.exp(ratio) - 1 - ratio), abs=1e-7)
-    parts.updates = 7
-    assert probe.measure(groups) == ({}, [])
+    assert probe.measure(groups, parts.loop.version, done=7) == ({}, [])
     parts.loop.close()
 
 
 def test_a_gate_that_is_off_measures_no_more_often_than_it_is_told(tiny_folder: Path) -> None:
     for gate, measured in (("off", [0, 5]), ("warn", [0, 1, 5])):
         parts = InProcess(tiny_folder, sight__every=5, sight__gate=gate)
-        probe, groups, seen = SightProbe(parts), parts.loop.sample(size=1), []  # type: ignore[arg-type]
-        for parts.updates in range(6):
-            seen += [parts.updates] if probe.measure(groups)[0] else []
+        probe, groups, seen = parts.probe(), parts.loop.sample(size=1), []
+        for done in range(6):
+            seen += [done] if probe.measure(groups, parts.loop.version, done)[0] else []
         assert seen == measured
         parts.loop.close()
 

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.batching import MicroBatch
+from rl_vlm.learning.optimizer import lr_factor, make_optimizer
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import PolicyUpdater, Strategy, lr_factor, make_optimizer
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater
 
 # --- engine and learner
 
