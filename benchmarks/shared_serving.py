@@ -28,7 +28,7 @@ from report import Report, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
-    "ServeReplica": "serving", "VersionRegistry": "serving", "RunnerGroup": "runners", "EnvRunner": "runners",
+    "ServeReplica": "serving", "VersionRegistry": "serving", "EnvRunner": "runners",
     "GRPO": "trials",
 }  # fmt: skip
 GIB = 2**30
