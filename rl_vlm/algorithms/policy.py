@@ -45,7 +45,9 @@ from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.tasks import TaskStream, View
+from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.service import PolicyService, start_service
+from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
 
 
