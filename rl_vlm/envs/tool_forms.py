@@ -13,6 +13,13 @@ from rl_vlm.types import RLVLMError, ToolCall
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CHARS = 16_384
 MAX_NAME = 64
+_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
+_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
+_GEMMA_VALUE = re.compile(
+    r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|(?<=[{,])\s*([^\s{}\[\],:<]+)\s*:|([^\s{}\[\],:][^{}\[\],]*)', re.DOTALL
+)
+_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 # LaTeX commands that a valid JSON escape could begin. Line breaks and tabs occur in calls, so `\n` and `\t`
 # become LaTeX only before these names; backspace, form feed and carriage return always do before a letter.
 _LATEX = (
@@ -151,13 +158,6 @@ _ALL = (
     ToolForm("<|python_tag|>", "", read_objects),
 )
 FORMS = {form.opens: form for form in _ALL}
-_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
-_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
-_GEMMA_VALUE = re.compile(
-    r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|(?<=[{,])\s*([^\s{}\[\],:<]+)\s*:|([^\s{}\[\],:][^{}\[\],]*)', re.DOTALL
-)
-_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def _call(call: Any, latex: bool) -> ToolCall:

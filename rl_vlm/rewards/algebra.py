@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import re
 
-# Which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers. This
-# refuses most hostile input at little cost; the time limit of `symbolic` holds for the rest.
-
 MAX_SYMBOLIC_CHARS = 300
 MAX_DIGITS = 50  # in one number
 

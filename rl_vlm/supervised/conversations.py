@@ -16,6 +16,7 @@ from rl_vlm.learning.batching import count_images
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
 
+TooLong = Literal["leave_out", "truncate"]
 _NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
 
 
@@ -63,9 +64,6 @@ def after_opened_thought(text: str) -> tuple[str, str]:
         raise UserInputError(f"an answer has text before its thought ({OPEN}): the model's thought comes first.")
     thought, answer = thought.strip("\n"), answer.lstrip("\n")
     return ("", thought + AFTER + answer) if thought else (AFTER, answer)
-
-
-TooLong = Literal["leave_out", "truncate"]
 
 
 class ConversationEncoder:

@@ -110,6 +110,7 @@ def test_an_environment_with_one_start_has_one_split():
             opened(minigrid(disjoint=True), 0, split)
 
 
+@pytest.mark.slow
 def test_metaworld_reach_is_played_with_named_moves():
     import_mujoco()  # chooses how to draw before anything else imports it
     env = rl_vlm.make(

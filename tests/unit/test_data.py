@@ -6,6 +6,7 @@ import decimal
 import io
 import struct
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -73,32 +74,16 @@ def test_folder_file_and_shards_hold_the_same_questions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "rows"),
-    [
-        ("[0:3]", [0, 1, 2]),
-        ("[2:4]", [2, 3]),
-        ("[:2]", [0, 1]),
-        ("[6:]", [6, 7]),
-        ("[-2:]", [6, 7]),
-        ("[5:99]", [5, 6, 7]),
-    ],
+    "suffix", ["0:3", "2:4", ":2", "6:", "-2:", "5:99", "8:", "3:3", "5:2", "a:b", "1", "1:2:3", ""]
 )
-def test_slices_select_rows(suffix, rows):
+def test_slices_select_rows_and_none_is_an_error(suffix):
+    ends = [int(end) if end.lstrip("-").isdigit() else end or None for end in suffix.split(":")]
+    well_formed = len(ends) == 2 and "a" not in ends
+    rows = range(8)[slice(*ends)] if well_formed else ()
     whole = open_table(QUESTIONS, str(GEO3K), "train")
-    part = open_table(QUESTIONS, f"{GEO3K}@{suffix}", "train")
-    assert [part[i].where for i in range(len(part))] == [whole[i].where for i in rows]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "words"),
-    [
-        *((empty, "8 rows") for empty in ("[8:]", "[3:3]", "[5:2]")),
-        *((bad, "written @") for bad in ("[a:b]", "[1]", "[1:2:3]", "[]")),
-    ],
-)
-def test_an_empty_or_malformed_slice_is_refused(suffix, words):
-    with pytest.raises(UserInputError, match=words):
-        open_table(QUESTIONS, f"{GEO3K}@{suffix}", "train")
+    with nullcontext() if rows else pytest.raises(UserInputError, match="8 rows" if well_formed else "written @"):
+        part = open_table(QUESTIONS, f"{GEO3K}@[{suffix}]", "train")
+        assert [part[i].where for i in range(len(part))] == [whole[i].where for i in rows]
 
 
 def test_every_form_of_an_image_is_read(tmp_path):
@@ -214,39 +199,23 @@ def test_a_truncated_image_is_found_when_it_is_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("answer", [None], "the answer is empty"),
-        ("answer", [" "], "the answer is empty"),
-        ("answer", [float("nan")], "the answer is empty"),
-        ("answer", [["5"]], "the answer is empty"),
-        ("problem", [None], "the problem is empty"),
-        ("problem", [5], None),
-    ],
+    ("column", "value"),
+    [("answer", None), ("answer", " "), ("answer", float("nan")), ("answer", ["5"]), ("problem", None), ("problem", 5)],
 )
-def test_a_row_without_text_is_refused(tmp_path, column, value, message):
-    columns = {"problem": ["What?"], "answer": ["5"], column: value}
+def test_a_row_without_text_is_rejected_and_a_number_is_text(tmp_path, column, value):
+    columns = {"problem": ["What?"], "answer": ["5"], column: [value]}
     table = open_table(QUESTIONS, str(write(tmp_path / "a.parquet", [[png()]], **columns)), "train")
-    if message is None:
+    with nullcontext() if value == 5 else pytest.raises(BadRowError):
         assert table[0].problem == "5"
-    else:
-        with pytest.raises(BadRowError):
-            table[0]
 
 
-@pytest.mark.parametrize("column", ["problem", "answer", "images"])
-def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, column):
+@pytest.mark.parametrize("column", ["problem", "answer", "images", "note"])
+def test_a_column_that_is_there_twice_is_rejected_where_it_is_read(tmp_path, column):
     table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
+    table = table.append_column("note", table["answer"])
     pq.write_table(table.append_column(column, table[column]), tmp_path / "train.parquet")
-    with pytest.raises(UserInputError, match=f"train.parquet has the column {column} more than once: keep one"):
+    with nullcontext() if column == "note" else pytest.raises(UserInputError, match=f"column {column}"):
         open_table(QUESTIONS, str(tmp_path), "train")
-
-
-def test_a_column_that_nobody_reads_may_be_there_twice(tmp_path):
-    table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
-    table = table.append_column("note", table["answer"]).append_column("note", table["answer"])
-    pq.write_table(table, tmp_path / "train.parquet")
-    assert open_table(QUESTIONS, str(tmp_path), "train")[0].answer == "5"
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 200 + b"PAR1"])

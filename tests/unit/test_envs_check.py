@@ -24,6 +24,7 @@ def failures(env, episodes=4, call_s=60.0, **kwargs):
     return {finding.name: finding.detail for finding in report.findings if finding.status != "ok"}
 
 
+@pytest.mark.slow
 def test_a_sound_environment_passes():
     assert set(failures(f"{FAULTY}:Forgetful")) == {"splits"}  # its items have no end
     report = check_environment(FINE, episodes=6)
@@ -35,6 +36,7 @@ def test_a_sound_environment_passes():
     assert report.figures["num_items"] == {"train": 12, "test": 6} and report.figures["turns"] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "name", "detail"),
     [
@@ -59,10 +61,12 @@ def test_a_fault_is_named(fault, name, detail):
     assert list(found) == [name] and detail in found[name]
 
 
+@pytest.mark.slow
 def test_state_that_leaks_between_episodes_is_found():
     assert "differs in the same instance" in failures(f"{FAULTY}:Shared")["determinism"]
 
 
+@pytest.mark.slow
 def test_an_empty_split_and_wrong_arguments_are_found():
     assert failures(FINE, num_test=0) == failures(FINE, num_test=-1) == {"make": "the split test is empty"}
     assert failures(FINE, num_train=0) == {"make": "the split train is empty"}
@@ -70,18 +74,21 @@ def test_an_empty_split_and_wrong_arguments_are_found():
     assert "Unknown environment" in failures("Nowhere-v0")["make"]
 
 
+@pytest.mark.slow
 def test_a_slow_reset_is_a_warning_and_no_failure(monkeypatch):
     monkeypatch.setattr("rl_vlm.envs.checking.SLOW_S", 0.01)
     report = check_environment(FINE, {"fault": "slow"}, episodes=1, budget_s=0.1)
     assert report.ok and [one.name for one in report.findings if one.status == "warn"] == ["cost", "reward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["Shapes-v0", "GridWalk-v0", "GeoSpot-v0"])
 def test_our_own_environments_pass(env):
     report = check_environment(env, episodes=5, budget_s=2.0)
     assert report.ok, report.findings
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_docs_passes_in_25_lines_and_so_does_its_test(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "own_environments.md"
     block, its_test = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -100,6 +107,7 @@ def test_the_environment_of_the_docs_passes_in_25_lines_and_so_does_its_test(tmp
     names["test_left_or_right_is_rewarded"]()
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_something_is_wrong(
     tmp_path, monkeypatch, capsys
 ):

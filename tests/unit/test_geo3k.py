@@ -6,8 +6,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rl_vlm.envs.data import open_table
 from rl_vlm.envs.errors import check_reset, check_step
@@ -73,12 +71,7 @@ def test_the_example_call_in_the_instructions_is_well_formed():
 
 
 @pytest.mark.parametrize(
-    "own",
-    [
-        r" Put the answer in \boxed{}.",
-        ' Call calc_score with <tool_call>{"name": "calc_score"}</tool_call>.',
-        " Use calc_geo3k_reward.",
-    ],
+    "own", [r" Put the answer in \boxed{}.", " Call <tool_call>{}</tool_call>.", " Use calc_geo3k_reward."]
 )
 def test_a_problem_that_brings_its_own_instructions_gets_no_others(tmp_path, own):
     rows = pq.read_table(f"{GEO3K}/train.parquet").to_pylist()[:2]
@@ -121,22 +114,15 @@ def test_every_kind_of_turn_has_its_own_reply():
         "answer": r"\boxed{7}",
     }
     replies = {kind: take(opened(), text)[0] for kind, text in turns.items()}
+    assert len(take(opened(), tool("9" * 5000))[0]) < 200
+    for kind in ("wrong", "unknown tool", "missing answer", "malformed"):  # each warns before the last turn
+        assert "next message is the last one" in take(opened(max_turns=2), turns[kind])[0]
     assert replies.pop("alias") == replies["wrong"]
     assert len(set(replies.values())) == len(replies)
     assert "'calc_scores': the only tool is calc_score" in replies["unknown tool"]
     assert replies["missing answer"].startswith("Missing answer")
     assert "not valid JSON" in replies["malformed"]
     assert "the episode ends here" in replies["no answer"]
-
-
-def test_the_last_but_one_reply_always_warns():
-    for text in (
-        tool("7"),
-        tool(name="f"),
-        '<tool_call>{"name": "calc_score"}</tool_call>',
-        "<tool_call>{</tool_call>",
-    ):
-        assert "next message is the last one" in take(opened(max_turns=2), text)[0]
 
 
 @pytest.mark.parametrize("answer", [None, True, [], {}, ["5"], "", "  "])
@@ -149,11 +135,6 @@ def test_an_answer_that_is_no_value_counts_as_missing(answer):
 @pytest.mark.parametrize("answer", [22, 22.0, "22", "y = 22", r"\boxed{22}", "22.0"])
 def test_numbers_and_boxes_are_values(answer):
     assert take(opened(index=3), tool(answer))[0].startswith("Score: 1.")
-
-
-def test_a_reply_repeats_little_of_the_answer():
-    reply, *_ = take(opened(), tool("9" * 5000))
-    assert len(reply) < 200
 
 
 def test_the_withheld_tool_is_unknown():
@@ -195,15 +176,6 @@ def test_calls_cost_and_the_first_well_formed_one_pays_a_bonus_once():
     env.reset(options={"index": 0})  # which starts afresh
     _, reward, *_, info = take(env, tool("7"))
     assert (reward, info["turn"], info["tool_calls"]) == (-0.125, 1, 1)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(alphabet='<>/tool_cal{}[]":,\\boxed n019frac', max_size=60), min_size=1, max_size=4))
-def test_no_text_makes_a_step_raise(texts):
-    env = opened(max_turns=len(texts))
-    for text in texts:
-        if any(take(env, f"<tool_call>{text}</tool_call>{text}")[2:4]):
-            break
 
 
 def test_every_row_of_the_fixture_is_paid_for_its_own_answer():

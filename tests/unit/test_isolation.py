@@ -19,6 +19,8 @@ from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.types import EncodedImage, UserInputError
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BROKEN = str(FIXTURES / "envs" / "broken_env.py")
 GEO3K = str(FIXTURES / "geo3k")

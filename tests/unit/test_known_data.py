@@ -20,6 +20,8 @@ from test_data import png
 
 from rl_vlm.envs.registry import make
 
+pytestmark = pytest.mark.slow
+
 # One process for many commands: it answers each line, a list of arguments, with the exit code and what was printed.
 COMMANDS = """
 import contextlib, io, json, sys

@@ -70,6 +70,7 @@ def test_different_and_malformed_answers_are_never_correct(answer: str, truth: s
     assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "truth"), CASES["hostile"])
 def test_hostile_answers_are_cheap_and_never_correct(answer: str, truth: str) -> None:
     start = time.monotonic()
@@ -111,6 +112,7 @@ def test_normal_forms(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
 
 
+@pytest.mark.slow
 @FAST
 @given(st.text(alphabet="\\frac{}()[]^_,;=. 0123456789xycmsqrtpi%$°√²", max_size=60))
 def test_any_text_is_graded_without_an_exception_and_equals_itself(text: str) -> None:
@@ -141,6 +143,7 @@ def test_a_long_truth_is_read_fast(unit: str) -> None:
     assert cpu_seconds(lambda: bare_truth(unit * 20_000)) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     [r"\boxed{", "{", "}", "\\", r"\boxed", r"\boxed 5", r"\boxed{5}", r"\boxed{}", r"\fbox ", "\\\\boxed{{", " ", "5"],
@@ -185,6 +188,7 @@ def test_equality_is_symmetric_where_both_sides_are_plain(answer: str, truth: st
     assert is_equal(truth, answer)
 
 
+@pytest.mark.slow
 @FAST
 @given(st.text(alphabet="ab {}\\5$\n", max_size=30), contents.filter(str.strip), st.text("ab 5$.", max_size=20))
 def test_what_is_put_in_a_box_comes_out(before: str, content: str, after: str) -> None:

@@ -17,6 +17,8 @@ from test_isolation import gone
 from rl_vlm.rewards.math import is_equal
 from rl_vlm.rewards.symbolic import WORKER, GraderError, Reason, SymbolicWorker
 
+pytestmark = pytest.mark.slow
+
 TOWER = "9^{9^{9^{9}}}"  # `why_not_evaluated` stops it; handed straight to the child, it runs for ever
 
 

@@ -49,6 +49,7 @@ def opened(env, index=0, split="train"):
     return check_reset(env.reset(options={"index": index, "split": split}))
 
 
+@pytest.mark.slow
 def test_an_episode_is_played_to_its_end(server):
     env = rl_vlm.make(f"openenv:{server}", reset={"goal": 2})
     observation, info = opened(env, 1)
@@ -64,6 +65,7 @@ def test_an_episode_is_played_to_its_end(server):
     env.close()
 
 
+@pytest.mark.slow
 def test_an_action_that_the_schema_refuses_is_answered_and_counted(server):
     env = rl_vlm.make(f"openenv:{server}", prompt="", max_turns=2)
     assert opened(env)[0].messages[0].text == "The dot is at 0 of 3."
@@ -74,6 +76,7 @@ def test_an_action_that_the_schema_refuses_is_answered_and_counted(server):
     env.close()
 
 
+@pytest.mark.slow
 def test_an_exception_on_the_server_aborts_the_episode_and_the_session_goes_on(server):
     env = rl_vlm.make(f"openenv:{server}")
     opened(env)
@@ -84,6 +87,7 @@ def test_an_exception_on_the_server_aborts_the_episode_and_the_session_goes_on(s
     env.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_full_is_tried_again(server):
     first, second = (rl_vlm.make(f"openenv:{server}") for _ in range(2))
     opened(first), opened(second)

@@ -10,24 +10,27 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from PIL import Image
 
 import rl_vlm
 from rl_vlm import frames
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs import isolation
 from rl_vlm.envs.address import base_url
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
 from rl_vlm.envs.remote import RemoteEnv
 from rl_vlm.http.env_server import EnvServer
 from rl_vlm.http.server import HTTPServer, bind
-from rl_vlm.types import Observation, UserInputError
+from rl_vlm.types import EncodedImage, Observation, UserInputError
+
+IMAGES = {
+    "many": [EncodedImage.from_pil(Image.new("RGB", (4, 4)))] * 65,
+    "broken": [EncodedImage("", b"\x89PNG not", 1, 1)],
+}
 
 
 class Counting(VisionEnv):
     """Counts the steps that were really made; some of them go wrong."""
-
-    made = 0
 
     def __init__(self):
         super().__init__()
@@ -41,7 +44,9 @@ class Counting(VisionEnv):
         if action == "raise":
             raise RuntimeError("out of order")
         if action == "sleep":
-            time.sleep(3.0)
+            time.sleep(1.0)
+        if action in IMAGES:
+            return Observation.user(*IMAGES[action]), 0.0, False, False, {}
         self.steps += 1
         return Observation.user(str(self.steps)), 0.0, False, False, {"steps": self.steps, "odd": {1, 2}}
 
@@ -122,17 +127,18 @@ def test_a_connection_that_breaks_is_opened_again_and_no_step_is_made_twice(monk
     with served(Counting) as (url, _):
         env = RemoteEnv(url)
         env.reset()
-        send, failures = env._send, []
+        stream, lost = httpx.Client.stream, []
 
-        def lossy(body, timeout_s):
-            answer = send(body, timeout_s)
-            if len(failures) < 2:
-                failures.append(1)
-                raise httpx.RemoteProtocolError("the reply is lost")
-            return answer
+        @contextmanager
+        def lossy(*arguments, **more):
+            with stream(*arguments, **more) as response:
+                if len(lost) < 2:
+                    lost.append(response.read())
+                    raise httpx.RemoteProtocolError("the reply is lost")
+                yield response
 
-        monkeypatch.setattr(env, "_send", lossy)
-        assert env.step("x")[4]["steps"] == 1 and len(failures) == 2
+        monkeypatch.setattr(httpx.Client, "stream", lossy)
+        assert env.step("x")[4]["steps"] == 1 and len(lost) == 2
 
 
 def test_a_server_that_starts_again_loses_the_episode_and_reset_opens_another():
@@ -186,6 +192,7 @@ def test_bytes_that_are_no_request_are_refused(body):
         assert httpx.post(f"{url}/env", content=body, trust_env=False).status_code in (400, 410)
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_stop():
     command = [sys.executable, "-m", "rl_vlm.cli", "envs", "serve", "GridWalk-v0", "--port", "0"]
     env = {**os.environ, "RL_VLM_API_TOKEN": "secret", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -225,19 +232,18 @@ def test_an_address_that_is_none_is_refused(address):
         base_url(address)
 
 
-def test_images_from_elsewhere_are_decoded_and_limited():
-    env = RemoteEnv.__new__(RemoteEnv)
-    good, _ = isolation.pack_observation(Observation.user("x"))
-    with pytest.raises(EnvError, match="more than 64"):
-        env._observation({"messages": good}, [b""] * 65)
-    broken = [{"role": "user", "parts": [{"width": 1, "height": 1}]}]
-    with pytest.raises(EnvError, match="cannot be read"):
-        env._observation({"messages": broken}, [b"\x89PNG not"])
+@pytest.mark.parametrize(("action", "words"), [("many", "more than 64"), ("broken", "cannot be read")])
+def test_images_from_elsewhere_are_decoded_and_limited(action, words):
+    with served(Counting) as (url, _):
+        env = RemoteEnv(url)
+        env.reset()
+        with pytest.raises(EnvError, match=words):
+            env.step(action)
 
 
 def test_a_session_whose_call_timed_out_is_ended_on_the_server():
     with served(Counting, max_sessions=1) as (url, server):
-        env = RemoteEnv(url, timeout_s=1.5)
+        env = RemoteEnv(url, timeout_s=0.5)
         env.reset()
         with pytest.raises(EnvTimeoutError):
             env.step("sleep")

@@ -25,21 +25,22 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
 GOOD = "<think>I see two.</think><answer>2</answer>"
 
 
-def scored(
-    functions: Any, texts: list[str], prompt: Any = "How many?", tokens: int = 3, **columns: list[Any]
-) -> TrajectoryGroup:
+def rewarded(members: list[Trajectory], settings: Any, decode: Any) -> TrajectoryGroup:
+    """The group of these episodes, whose tokens `decode` makes texts of."""
+    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=decode), collapse=lambda ids, images: ids)
+    return asyncio.run(
+        score_group(TrajectoryGroup("g", 0, members), RewardSection.model_validate(settings), POLICY, text)
+    )
+
+
+def scored(functions: Any, texts: list[str], prompt: Any = "How many?", **columns: list[Any]) -> TrajectoryGroup:
     """A group of one-turn answers, rewarded by functions only; `columns` hold a cell for each answer."""
     members = [
-        episode(
-            str(place), (0.0,), tokens, prompt=prompt, columns={name: cells[place] for name, cells in columns.items()}
-        )
-        for place in range(len(texts))
+        episode(str(k), (0.0,), 3, prompt=prompt, columns={name: cells[k] for name, cells in columns.items()})
+        for k in range(len(texts))
     ]
     said = iter(texts)
-    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: next(said)))
-    return asyncio.run(
-        score_group(TrajectoryGroup("g", 0, members), RewardSection.model_validate(functions), POLICY, text)
-    )
+    return rewarded(members, functions, lambda ids: next(said))
 
 
 # Function -> prompt, texts, columns, rewards.
@@ -102,9 +103,8 @@ def test_what_a_function_logs_is_in_the_info_and_among_the_parts() -> None:
 def test_accuracy_is_the_environments_word_else_that_of_the_functions() -> None:
     known = scored("exact", ["4", "5"], answer=["4", "4"])
     assert [one.correct for one in known.trajectories] == [True, False]
-    told = [episode(str(k), (0.0,), prompt="Go", correct=True, columns={"answer": "4"}) for k in range(1)]
-    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: "5"))
-    group = asyncio.run(score_group(TrajectoryGroup("g", 0, told), RewardSection.model_validate("exact"), POLICY, text))
+    judged = episode("a", (0.0,), prompt="Go", correct=True, columns={"answer": "4"})
+    group = rewarded([judged], "exact", lambda ids: "5")
     assert group.rewards[0] == 0.0 and group.trajectories[0].correct
 
 
@@ -115,10 +115,8 @@ def test_all_turns_of_a_conversation_are_shown() -> None:
         seen.append(completions)
         return [0.0]
 
-    one = episode("a", (0.0, 1.0), 1, prompt=CHAT)
-    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: str(ids[0])))
     settings = RewardSection(functions=(RewardFunction.of(look, "look"),))
-    asyncio.run(score_group(TrajectoryGroup("g", 0, [one]), settings, POLICY, text))
+    rewarded([episode("a", (0.0, 1.0), 1, prompt=CHAT)], settings, lambda ids: str(ids[0]))
     assert seen == [[[{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "3"}]]]
 
 
@@ -242,13 +240,4 @@ def test_a_function_that_fails_costs_the_group(name: str, sentence: str, tmp_pat
 
 
 def test_functions_see_what_any_environment_tells() -> None:
-    one = episode("a", (0.0,), 1, answer="3")
-
-    class Text:
-        codec = SimpleNamespace(decode=lambda ids: "3")
-        collapse = staticmethod(lambda ids, images: ids)
-
-    group = asyncio.run(
-        score_group(TrajectoryGroup("g", 0, [one]), RewardSection.model_validate("exact"), POLICY, Text())  # type: ignore[arg-type]
-    )
-    assert isinstance(group.trajectories[0], Trajectory) and group.rewards[0] == 1.0
+    assert rewarded([episode("a", (0.0,), 1, answer="3")], "exact", lambda ids: "3").rewards[0] == 1.0

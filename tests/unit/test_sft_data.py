@@ -121,7 +121,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "empty answer": ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 1 is empty"),
     "no content": ({"messages": [USER, {"role": "assistant", "content": None}]}, "neither {type: text, text} nor"),
     "tool calls": ({"messages": [USER, {**REPLY, "tool_calls": [{"id": "1"}]}]}, "message 1 has tool_calls"),
-    "tools": (row("fine", tools=[{"type": "function", "function": {"name": "count"}}]), "write what they are into the"),
+    "tools": (row("fine", tools=[{"type": "function", "function": {"name": "count"}}]), "describe them in the"),
     "a thought of a model without": ({"messages": [USER, {**REPLY, "reasoning_content": "Hm."}]}, "opens no thought"),
     "a thought of the user": (
         {"messages": [{**USER, "reasoning_content": "Hm."}, REPLY]}, "a reasoning_content that is no text of the assistant",
@@ -133,12 +133,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "too few images": (row("<image>and<image>?", ["a.png"]), "2 image placeholders in the messages and 1 images"),
     "too many images": (row("<image>?", ["a.png", "a.png"]), "1 image placeholders in the messages and 2 images"),
     "missing image": (row("<image>?", ["b.png"]), "image 0 is the path 'b.png', and there is no such file"),
-    "outside": (row("<image>?", ["../../etc/passwd"]), "which leaves the folder"),
-    "absolute": (row("<image>?", ["/etc/hostname"]), "which leaves the folder"),
-    "a web address": (row("<image>?", ["https://example.org/a.png"]), "images are never fetched"),
     "no image": (row("<image>?", ["a.jsonl"]), "is not a readable image"),
-    "too large": (row("<image>?", ["large.png"]), "pixels"),
-    "a strip": (row("<image>?", ["strip.png"]), "times longer than wide"),
 }  # fmt: skip
 
 
@@ -150,9 +145,6 @@ def job_data(folder: Path, data: str | Path, **settings: Any) -> JobData:
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_row_gets_one_sentence_with_file_and_line(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
-    if kind == "too large":
-        Image.new("1", (9_000, 9_000)).save(tmp_path / "large.png")
-    (tmp_path / "strip.png").write_bytes(png(size=(1200, 2)))
     content, message = BAD[kind]
     path = write_lines(tmp_path / "a.jsonl", [row("fine"), content, row("fine")])
     with pytest.raises(UserInputError) as error:
@@ -166,20 +158,12 @@ def test_a_bad_row_gets_one_sentence_with_file_and_line(kind: str, tiny_folder: 
     ("source", "message"),
     [
         ("nowhere.jsonl", "Cannot read .*nowhere.jsonl: No such file"),
-        ("no/where", "There is no file or folder"),
-        ("a.txt", "is not a readable parquet file"),
         ("a.jsonl@[5:]", "selects none of the 1 rows"),
-        ("a.jsonl@[x]", "a slice is written"),
         ("b.parquet", "lacks the column messages"),
-        ("c.parquet", "is not a readable parquet file"),
-        ("empty", "has neither train.parquet nor"),
     ],
 )
 def test_a_bad_source_gets_one_sentence(source: str, message: str, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [row("fine")])
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "c.parquet").write_text("x")
-    (tmp_path / "empty").mkdir()
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(UserInputError, match=message):
         open_conversations(str(tmp_path / source), "train")

@@ -73,6 +73,7 @@ def trl_trainer(folder: Path, policy: PolicyModel, rows: list[dict[str, Any]], o
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 60])
 def test_loss_and_gradient_equal_those_of_trl(micro_batch_tokens: int, tiny_folder: Path, tmp_path: Path) -> None:
     settings = job(tiny_folder, f"learner.micro_batch_tokens={micro_batch_tokens}")
@@ -248,6 +249,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.slow
 def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     result = json.loads((finished / "result.json").read_text())
     assert (result["status"], result["iterations"], result["unit"]) == ("done", 8, "steps")
@@ -260,6 +262,7 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     assert [entry["iteration"] for entry in entries] == [0, 4, 8]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_bytes_of_an_uninterrupted_one(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
@@ -279,6 +282,7 @@ def test_a_resumed_run_ends_with_the_bytes_of_an_uninterrupted_one(finished: Pat
     assert losses(folder) == losses(finished) and len(losses(folder)) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["sft.data=shapes@[:100]", "sft.batch_size=16", "seed=7"])
 def test_a_resume_that_would_leave_rows_out_is_refused(
     change: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -290,6 +294,7 @@ def test_a_resume_that_would_leave_rows_out_is_refused(
     assert "rows would be left out" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_model(
     finished: Path, tiny_folder: Path
 ) -> None:
@@ -310,6 +315,7 @@ def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_mo
 # --- the adapter that training starts from
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "advice"),
     [
@@ -330,6 +336,7 @@ def test_an_adapter_that_is_not_the_configured_one_is_refused_before_anything_st
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
     finished: Path, tiny_folder: Path
 ) -> None:

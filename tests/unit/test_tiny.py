@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +139,21 @@ def greedy(folder: Path, dialogues: list[Any]) -> list[list[int]]:
 # --- the cache
 
 
-def test_the_cache_is_filled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = fake_builds(monkeypatch, tmp_path)
-    paths = [tiny.tiny_model_path(seed=3) for _ in range(2)]
-    assert built == [paths[0]] and paths[0] == paths[1]
-    assert paths[0].parent == tmp_path / "cache"
-    assert tiny.tiny_model_path(seed=4) != paths[0] != tiny.tiny_model_path(seed=3, variant="wide")
-
-
-def test_two_runs_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_at_once_build_once_and_seeds_and_variants_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = fake_builds(monkeypatch, tmp_path, seconds=0.2)
-    threads = [threading.Thread(target=tiny.tiny_model_path, kwargs={"seed": 3}) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 1
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: tiny.tiny_model_path(seed=3), range(4)))
+    assert paths == {*built} and len(built) == 1 and built[0].parent == tmp_path / "cache"
+    assert tiny.tiny_model_path(seed=4) != built[0] != tiny.tiny_model_path(seed=3, variant="wide")
+
+
+def test_a_cache_that_takes_nothing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cache in ("/dev/null/cache", "/proc/cache"):
+        monkeypatch.setenv("RL_VLM_CACHE", cache)
+        with pytest.raises(UserInputError, match="RL_VLM_CACHE"):
+            tiny.tiny_model_path(seed=3)
+    with locked(tmp_path / "tiny.lock"), (tmp_path / "tiny.lock").open("w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +165,6 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         tiny.make_tiny(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_made_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(UserInputError, match="RL_VLM_CACHE"):
-        tiny.tiny_model_path(seed=3)
 
 
 def fake_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float = 0.0) -> list[Path]:
@@ -191,6 +185,7 @@ def fake_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float 
 # --- the variants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_the_warm_start_depends_on_its_seed_alone(variant: str) -> None:
     processor = tiny.build_processor(variant)
@@ -227,33 +222,28 @@ def render(processor: Any, messages: list[dict[str, Any]], **kwargs: Any) -> str
     return str(processor.apply_chat_template(messages, tokenize=False, **kwargs))
 
 
-def test_the_template_renders_images_tools_and_turns_as_qwen3_vl_does(processor: Any) -> None:
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Find x."}]},
-        {"role": "assistant", "content": CALL},
-        {"role": "tool", "content": [{"type": "text", "text": "Wrong"}, {"type": "image"}]},
-        {"role": "tool", "content": "twice"},
-        {"role": "assistant", "content": "12"},
-    ]
-    assert render(processor, messages, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Find x.<|im_end|>\n"
-        f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nWrong<|vision_start|><|image_pad|><|vision_end|>\n</tool_response>\n"
-        "<tool_response>\ntwice\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n12<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_the_smol_template_renders_as_smolvlms_does() -> None:
-    processor, theirs = tiny.build_processor("smol"), trl_template("smolvlm")
+@pytest.mark.parametrize(("variant", "reference"), [("small", "qwen3_vl"), ("smol", "smolvlm")])
+def test_a_template_renders_as_the_familys_own(variant: str, reference: str) -> None:
+    processor, theirs = tiny.build_processor(variant), trl_template(reference)
     image, text, said = ({"type": "image"}, {"type": "text", "text": "Find x."}, {"type": "text", "text": "12"})
     user, reply = {"role": "user", "content": [image, text, image]}, {"role": "assistant", "content": [said]}
-    for chat in ([user], [{"role": "system", "content": [text]}, user, reply, {"role": "user", "content": [text]}]):
-        for options in ({}, {"add_generation_prompt": True}):
-            assert render(processor, chat, **options) == render(processor, chat, chat_template=theirs, **options)
+    chats: list[Any] = [
+        [user],
+        [{"role": "system", "content": [text]}, user, reply, {"role": "user", "content": [text]}],
+    ]
+    options: list[dict[str, Any]] = [{}, {"add_generation_prompt": True}]
+    if variant == "small":
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        calls = [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+            {"name": "g", "arguments": "{}"},
+        ]
+        chats.append([{"role": "user", "content": "go"}, {"role": "assistant", "content": "ok", "tool_calls": calls}])
+        shown = {"role": "tool", "content": [{"type": "text", "text": "Wrong"}, image]}
+        chats.append([user, {"role": "assistant", "content": CALL}, shown, {"role": "tool", "content": "twice"}, reply])
+        options.append({"tools": [tool]})
+    for chat, more in itertools.product(chats, options):
+        assert render(processor, chat, **more) == render(processor, chat, chat_template=theirs, **more)
 
 
 def test_a_blank_before_a_reply_belongs_to_the_template() -> None:
@@ -267,36 +257,9 @@ def test_a_blank_before_a_reply_belongs_to_the_template() -> None:
     assert codec.decode(reply) == "12"
 
 
-def test_the_template_lists_tools_and_writes_calls_as_qwen3_vl_does(processor: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}, {"name": "g", "arguments": "{}"}]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "ok", "tool_calls": calls},
-    ]
-    assert render(processor, messages, tools=[tool]) == (
-        "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-        '{"type": "function", "function": {"name": "f", "parameters": {}}}\n</tools>\n\n'
-        "For each function call, return a json object with function name and arguments within "
-        "<tool_call></tool_call> XML tags:\n<tool_call>\n"
-        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\ngo<|im_end|>\n"
-        '<|im_start|>assistant\nok\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|im_end|>\n'
-    )
-
-
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="exists already"):
         tiny.make_tiny(tmp_path)
-
-
-def test_a_cache_that_takes_nothing_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="set RL_VLM_CACHE"), locked(Path("/proc/tiny.lock")):
-        pass
-    with locked(tmp_path / "tiny.lock"), (tmp_path / "tiny.lock").open("w") as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_the_model_of_words_begins_able_to_copy() -> None:

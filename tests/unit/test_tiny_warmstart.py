@@ -106,6 +106,7 @@ def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one() -> None:
         assert torch.equal(gradients(examples), plain)
 
 
+@pytest.mark.slow
 def test_target_questions_are_answered_at_random() -> None:
     rng = np.random.default_rng(3)
     right = tried_again = 0
@@ -129,6 +130,7 @@ def test_target_questions_are_answered_at_random() -> None:
         assert abs(answers[number] / 4000 - odds) < 0.03
 
 
+@pytest.mark.slow
 def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:
     geometry = geometry_drawer(0, np.random.default_rng(5))
     turns: Counter[int] = Counter()

@@ -169,6 +169,7 @@ def test_environments_read_the_same_calls(form: str) -> None:
     assert call is not None and (call.name, call.arguments) == ("stop.now-2", {"text": "red"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit", ["[TOOL_CALLS]", "<|tool_call>", "<function=", "<|python_tag|>", '{"name":', "<parameter=", '<|"|>', "\n"]
 )
@@ -199,6 +200,7 @@ def as_texts(value: Any) -> Any:
     return [as_texts(inner) for inner in value] if isinstance(value, list | tuple) else json.dumps(value).strip('"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json", "mistral", "gemma4"])
 def test_vllms_parsers_read_the_same(form: str) -> None:
     pytest.importorskip("vllm")

@@ -76,6 +76,7 @@ def test_latex_survives_arguments_given_as_text(inner):
     assert parsed.arguments == {"answer": r"\frac{1}{2}"}
 
 
+@pytest.mark.slow
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
 def test_properly_escaped_text_arrives_unchanged(answer):
     if any(f"{slash}{tag}>" in answer for slash in ("<", "</") for tag in ("think", "tool_call")):
@@ -104,6 +105,7 @@ def test_a_malformed_call_says_what_is_wrong(body, message):
         parse_tool_call(call(body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     ["<tool_call>", "</tool_call>", '<tool_call>"', "\\", '\\"', '"', "[", "{", "</think>", "<tool_call></think>"],
@@ -119,6 +121,7 @@ def test_hostile_text_is_read_in_linear_time(unit):
     assert time.thread_time() - started < 3  # a quadratic reader would take minutes
 
 
+@pytest.mark.slow
 @given(st.text(alphabet='<>/tool_cal{}[]":,\\nfu0d8 namergs1', max_size=200))
 def test_any_text_gives_a_call_or_none_or_a_tool_call_error(text):
     try:

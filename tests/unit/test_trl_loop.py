@@ -12,6 +12,8 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
 from rl_vlm.zoo.shapes.environment import shapes_item
 
+pytestmark = pytest.mark.slow
+
 OVERRIDES = {
     "env": {"kwargs": {"num_train": 8, "num_test": 4}},
     "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens_per_turn": 4},

@@ -53,6 +53,7 @@ def test_the_splits_have_their_own_seeds(env):
     assert (len(seeds["train"]), len(seeds["test"])) == (10, 5) and not seeds["train"] & seeds["test"]
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_ends_at_its_deadline():
     env = rl_vlm.make(PUSH, fault="hang", timeout_s=2)
     env.reset(options={"index": 0})

@@ -11,6 +11,8 @@ from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.envs.foreign.verifiers import from_text
 from rl_vlm.types import UserInputError
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs"
 COLOURS = str(FOLDER / "verifiers_colours.py")
 MADE = []

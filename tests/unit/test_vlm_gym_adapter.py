@@ -171,6 +171,7 @@ def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
     assert rewards == [1.0, 1.0, 2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_the_check_compares_with_an_environment_of_another_process(tmp_path):
     file = tmp_path / "drawn.py"
     file.write_text(

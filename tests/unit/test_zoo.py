@@ -91,12 +91,12 @@ def test_an_item_depends_on_its_index_split_and_seed_alone(env_id: str) -> None:
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "looked_at", "least"),
     [
-        ("Shapes-v0", {}, (2000, 500), (1950, 490)),
+        ("Shapes-v0", {}, (800, 200), (780, 195)),
         ("GridWalk-v0", {}, (300, 100), (250, 80)),
-        ("NLVR2-v0", {}, (500, 500), (950, 950)),
-        ("Caption-v0", {}, (500, 500), (450, 450)),
+        ("NLVR2-v0", {}, (250, 250), (480, 480)),
+        ("Caption-v0", {}, (250, 250), (230, 230)),
         ("Zoom-v0", {}, (400, 200), (390, 195)),
-        ("Geo3k-v0", {"angle_step": 20, "image_size": 64}, (500, 200), (480, 190)),
+        ("Geo3k-v0", {"angle_step": 20, "image_size": 64}, (250, 100), (240, 95)),
         ("GeoSpot-v0", {"countries": 12, "cities": 1}, (400, 400), (150, 50)),
         ("Control-v0", {"env": "MiniGrid-Empty-Random-5x5-v0", "tile_size": 8}, (60, 60), (5, 2)),
     ],
@@ -170,21 +170,3 @@ def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name:
             play(env)
         except UserInputError:
             assert name in OF_DATA
-
-
-@pytest.mark.parametrize(
-    ("env_id", "arguments", "sentence"),
-    [
-        ("Shapes-v0", {"tool": "no"}, "Shapes-v0: env.kwargs.tool must be true or false, not 'no'."),
-        ("Geo3k-v0", {"prompt": ["full"]}, "env.kwargs.prompt must be 'auto', 'full', 'brief' or 'none', not ['full']."),
-        ("GeoSpot-v0", {"weights": [1, "x", 0]}, "env.kwargs.weights must be a number, not 'x'."),
-        ("Shapes-v0", {"image_size": 8}, "Shapes-v0: env.kwargs.image_size must be greater than or equal to 64, not 8."),
-        ("GeoSpot-v0", {"weights": [0, 0, 0]}, "GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0."),
-        ("GridWalk-v0", {"holes": 99}, "GridWalk-v0: env.kwargs.walls (2) and holes (99) leave no room"),
-        ("Zoom-v0", {"zoom": 3}, "Zoom-v0: env.kwargs.view_size must be a multiple of 64 and zoom even for drawn pictures, not 64 and 3."),
-    ],
-)  # fmt: skip
-def test_a_wrong_argument_is_refused_in_words(env_id: str, arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserInputError) as refused:
-        make(env_id, **arguments)
-    assert sentence in str(refused.value)

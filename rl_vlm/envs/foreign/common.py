@@ -25,12 +25,12 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
-def named(error: BaseException) -> str:
+def with_class(error: BaseException) -> str:
     """An exception in a line, with its class."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def needed(module: str, extra: str) -> Any:
+def import_extra(module: str, extra: str) -> Any:
     """A module of a package that is installed for one interface only. Raises UserInputError without it."""
     try:
         return importlib.import_module(module)
@@ -39,17 +39,17 @@ def needed(module: str, extra: str) -> Any:
         raise UserInputError(f"{package} is not installed ({error}): run `pip install 'rl-vlm[{extra}]'`.") from error
 
 
-def made(factory: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+def make_foreign(factory: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """What the user's class or function makes. Raises UserInputError for whatever it raises."""
     try:
         return with_stand_ins(partial(factory, *arguments, **more))
     except Exception as error:
         raise UserInputError(
-            f"The environment cannot be loaded ({named(error)}): correct env.kwargs, or install what is missing."
+            f"The environment cannot be loaded ({with_class(error)}): correct env.kwargs, or install what is missing."
         ) from error
 
 
-def returned(result: Any, form: str) -> list[Any]:
+def read_result(result: Any, form: str) -> list[Any]:
     """What a call returned, if it has as many values as `form` names and ends with a dict or nothing as `info`.
 
     `form`: "step(text) -> (obs, done, info)". Raises EnvError.

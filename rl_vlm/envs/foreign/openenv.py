@@ -20,7 +20,7 @@ from PIL import Image
 from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header, wrong_token
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
-from rl_vlm.envs.foreign.common import named, needed
+from rl_vlm.envs.foreign.common import import_extra, with_class
 from rl_vlm.envs.images import as_image
 from rl_vlm.envs.isolation import check_plain
 from rl_vlm.safe_text import without_thoughts
@@ -65,7 +65,9 @@ class OpenEnv(EpisodeEnv):
         self.name = f"openenv:{address}"
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         check_plain(self.name, {"reset": reset})
-        self._client, self._errors = (needed(f"websockets.{part}", "openenv") for part in ("sync.client", "exceptions"))
+        self._client, self._errors = (
+            import_extra(f"websockets.{part}", "openenv") for part in ("sync.client", "exceptions")
+        )
         self._url, self._timeout_s, self._retry_s = base_url(address), timeout_s, retry_s
         self._headers = token_header(token_variable)
         self._socket: Any = None
@@ -138,7 +140,7 @@ class OpenEnv(EpisodeEnv):
             raise EnvTimeoutError(f"{self._url}: {kind} took longer than {self._timeout_s:g} s.") from error
         except Exception as error:  # the library's own, an OSError, or what is no message of OpenEnv
             self.close()
-            raise EnvCrashError(f"{self._url}: the session broke at {kind} ({named(error)}).") from error
+            raise EnvCrashError(f"{self._url}: the session broke at {kind} ({with_class(error)}).") from error
         if reply.get("type") != "error":
             return content
         code, text = content.get("code"), str(content.get("message", ""))[:300]
@@ -154,7 +156,9 @@ class OpenEnv(EpisodeEnv):
         try:
             return retried(call, errors, self._retry_s)
         except errors as error:
-            raise EnvCrashError(f"{self._url} was not reached for {self._retry_s:g} s ({named(error)}).") from error
+            raise EnvCrashError(
+                f"{self._url} was not reached for {self._retry_s:g} s ({with_class(error)})."
+            ) from error
 
 
 def parts_of(observation: Any) -> tuple[list[Part], str]:

@@ -17,7 +17,7 @@ import numpy as np
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import TableSet
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import returned, to_message
+from rl_vlm.envs.foreign.common import read_result, to_message
 from rl_vlm.envs.images import as_image
 from rl_vlm.envs.questions import QUESTIONS
 from rl_vlm.envs.sources import DataSource
@@ -69,7 +69,7 @@ class SlimeEnv(EpisodeEnv):
         both = {"sample": sample, "args": self._args}
         by_name = both.keys() <= inspect.signature(self._build).parameters.keys()
         self._inner = self._build(**both) if by_name else self._build(*both.values())
-        obs, info = returned(self._inner.reset(), "reset() -> (obs, info)")
+        obs, info = read_result(self._inner.reset(), "reset() -> (obs, info)")
         messages = [Message("user", question.parts())] if question else []
         if obs and not (isinstance(obs, dict) and not obs.get("obs_str") and not obs.get("multi_modal_data")):
             messages.append(self._format(obs))
@@ -79,7 +79,7 @@ class SlimeEnv(EpisodeEnv):
 
     def reply(self, text: str) -> Reply:
         self._turns.append(text)
-        obs, done, info = returned(self._inner.step(text), "step(text) -> (obs, done, info)")
+        obs, done, info = read_result(self._inner.step(text), "step(text) -> (obs, done, info)")
         if not isinstance(done, bool | np.bool_):
             raise EnvError("step() must return (obs, done, info) with a bool as done.")
         over = bool(done or self.is_last_turn)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.envs.foreign.common import AsyncEnv, made, returned
+from rl_vlm.envs.foreign.common import AsyncEnv, make_foreign, read_result
 from rl_vlm.envs.images import as_image
 from rl_vlm.types import Message, Observation, Part, Role
 
@@ -36,12 +36,12 @@ class VagenEnv(AsyncEnv):
         **env_config: Any,
     ) -> None:
         self.name = getattr(env, "__name__", "The environment")
-        self._inner = made(env, env_config)
+        self._inner = make_foreign(env, env_config)
         super().__init__(timeout_s, num_train=num_train, num_test=num_test, max_turns=max_turns)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         number = self.number(item)
-        obs, info = returned(self._call("reset", number), "reset(seed) -> (obs, info)")
+        obs, info = read_result(self._call("reset", number), "reset(seed) -> (obs, info)")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
         messages = [to_message(obs)]
         if system and any(system.values()):
@@ -49,7 +49,7 @@ class VagenEnv(AsyncEnv):
         return Observation(tuple(messages)), {**info, "seed": number}
 
     def reply(self, text: str) -> Reply:
-        obs, reward, done, info = returned(self._call("step", text), "step(action) -> (obs, reward, done, info)")
+        obs, reward, done, info = read_result(self._call("step", text), "step(action) -> (obs, reward, done, info)")
         info["turn"] = self.turn
         if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
             info.setdefault("correct", bool(info["success"]))

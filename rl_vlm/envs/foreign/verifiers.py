@@ -17,7 +17,7 @@ from typing import Any
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import AsyncEnv, Share, held_out, made, named, needed, to_message
+from rl_vlm.envs.foreign.common import AsyncEnv, Share, held_out, import_extra, make_foreign, to_message, with_class
 from rl_vlm.envs.loading import is_spec
 from rl_vlm.envs.tool_forms import CLOSE, OPEN, ToolCallError
 from rl_vlm.envs.tools import parse_tool_call
@@ -153,21 +153,21 @@ async def _played(env: Any, row: dict[str, Any], client: _Rollout) -> Any:
     error = state.get("error")
     # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
     if error is not None and not isinstance(error, verifiers.ToolError):
-        raise EnvError(f"The rollout failed ({named(error)}).")
+        raise EnvError(f"The rollout failed ({with_class(error)}).")
     await env.rubric.score_rollout(state)
     return state
 
 
 def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     """The environment; UserInputError if the package or the environment is missing, or cannot be played here."""
-    verifiers = needed("verifiers", "verifiers")
+    verifiers = import_extra("verifiers", "verifiers")
     # Its environments take over SIGINT and SIGTERM. Only a main thread can, and runs end by handlers of their own.
     no_signals = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0, default_int_handler=None)
     verifiers.envs.environment.signal = no_signals
     if isinstance(env, str):
         env = registry.find(env) if is_spec(env) else partial(verifiers.load_environment, env)
     if callable(env):
-        env = made(env, **kwargs)
+        env = make_foreign(env, **kwargs)
     if not isinstance(env, verifiers.Environment):
         raise UserInputError(f"It made a {type(env).__name__}, which is no environment of verifiers.")
     if env.message_type != "chat":

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.envs.foreign.common import Share, held_out, made, returned
+from rl_vlm.envs.foreign.common import Share, held_out, make_foreign, read_result
 from rl_vlm.envs.images import as_image
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
@@ -53,7 +53,7 @@ class VlmGymEnv(EpisodeEnv):
         if tokenizer is not None:
             from transformers import AutoTokenizer  # takes seconds
 
-            self._tokenizer = made(AutoTokenizer.from_pretrained, tokenizer, trust_remote_code=False)
+            self._tokenizer = make_foreign(AutoTokenizer.from_pretrained, tokenizer, trust_remote_code=False)
         given = (self._tokenizer,) if isinstance(env, type) else (name, self._tokenizer)
         if None in given:
             raise UserInputError("create_env needs the name of an environment: set env.kwargs.name, such as nlvr2.")
@@ -64,7 +64,7 @@ class VlmGymEnv(EpisodeEnv):
             key = (env, name, tokenizer, repr(sorted(arguments.items())))
             with _LOCK:
                 if key not in _SHARED:
-                    _SHARED[key] = made(env, *given, **arguments), threading.Lock()
+                    _SHARED[key] = make_foreign(env, *given, **arguments), threading.Lock()
             self._envs[split] = _SHARED[key]
         counts = [getattr(one, "num_tasks", None) for one, _ in self._envs.values()]
         num_train, num_test = (None if count is None or count < 0 else int(count) for count in counts)
@@ -77,14 +77,14 @@ class VlmGymEnv(EpisodeEnv):
         number = self.number(item) if self._one_set else item.index
         env, lock = self._envs[item.split]
         with lock:
-            self._state, observation = returned(env.reset(number), "reset(idx) -> (state, observation)")
+            self._state, observation = read_result(env.reset(number), "reset(idx) -> (state, observation)")
             self._inner = copy.copy(env)
         return Observation((to_message(observation),)), {"task": number}
 
     def reply(self, text: str) -> Reply:
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         form = "step(state, action_tokens) -> (state, out_tokens, reward, done, info)"
-        self._state, out_tokens, reward, done, info = returned(self._inner.step(self._state, tokens), form)
+        self._state, out_tokens, reward, done, info = read_result(self._inner.step(self._state, tokens), form)
         info["turn"] = self.turn
         if done or self.is_last_turn:
             return Reply(reward, None, info, truncated=not done)

@@ -9,6 +9,9 @@ from functools import lru_cache
 from typing import Literal
 
 Kind = Literal["country", "region", "city"]
+Position = tuple[float, float]  # latitude and longitude in degrees
+EARTH_RADIUS_KM = 6371.0088  # the mean radius of the IUGG
+FARTHEST_KM = math.pi * EARTH_RADIUS_KM  # to the other side of the Earth
 
 MAX_NAME_CHARS = 100  # the longest real name has 85 letters
 
@@ -43,12 +46,6 @@ def name_key(name: str, kind: Kind) -> str:
     words = "".join(char if char.isalnum() else " " for char in bare).split()
     text = " ".join(_SAINT.get(word, word) for word in words)
     return _AFFIXES[kind].sub("", text)
-
-
-Position = tuple[float, float]  # latitude and longitude in degrees
-
-EARTH_RADIUS_KM = 6371.0088  # the mean radius of the IUGG
-FARTHEST_KM = math.pi * EARTH_RADIUS_KM  # to the other side of the Earth
 
 
 def haversine_km(first: Position, second: Position) -> float:

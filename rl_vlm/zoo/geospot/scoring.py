@@ -10,6 +10,12 @@ from rl_vlm.zoo.geospot.answers import GeoAnswer
 from rl_vlm.zoo.geospot.gazetteer import Gazetteer, Place
 from rl_vlm.zoo.geospot.names import Kind, Position, haversine_km, name_key
 
+FIELDS = ("country", "region", "city", "coords")
+TAUS_KM: dict[str, float] = {"country": 2000.0, "region": 500.0, "city": 100.0, "coords": 25.0}
+# (country, region, city) by stage.
+STAGE_WEIGHTS = ((1.0, 0.0, 0.0), (0.5, 0.0, 0.0), (0.3, 0.4, 0.0), (0.2, 0.3, 0.3), (0.15, 0.25, 0.4))
+LAST_STAGE = len(STAGE_WEIGHTS) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
@@ -64,13 +70,6 @@ class GroundTruth:
         if true is not None and found.id == true.id:
             return 0.0
         return haversine_km(found.position, true.position if true else self.position)
-
-
-FIELDS = ("country", "region", "city", "coords")
-TAUS_KM: dict[str, float] = {"country": 2000.0, "region": 500.0, "city": 100.0, "coords": 25.0}
-# (country, region, city) by stage.
-STAGE_WEIGHTS = ((1.0, 0.0, 0.0), (0.5, 0.0, 0.0), (0.3, 0.4, 0.0), (0.2, 0.3, 0.3), (0.15, 0.25, 0.4))
-LAST_STAGE = len(STAGE_WEIGHTS) - 1
 
 
 def field_weights(country: float, region: float, city: float) -> dict[str, float]:

@@ -18,6 +18,18 @@ from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
+CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
+_TASK = task_prompts("cartpole-tiny")
+ANGLE_QUESTION = " How far from upright?"
+
+SIZE = 64  # pixels of the pictures
+MAX_ANGLE = 30.0
+# Smaller differences are answered -1. It is below the 3 degrees up to which evaluation counts a tie, so that pairs just
+# above these are decided.
+TIE_DEGREES = 2.0
+# One pole in the first lessons and in a share of the later ones: else comparing two takes three times as long to learn.
+_FIRST, _ANGLE_SHARE = 6000, 0.2
+_BUCKET = 3.0  # degrees of one answer to ANGLE_QUESTION
 _GOOD = 0.9  # share of clear pairs that it must be right on
 _CHOICES = (0, 1, -1)
 
@@ -45,20 +57,6 @@ def can_compare(model: Any, encoder: DialogueEncoder) -> bool:
     final = np.where(given == swapped, given, -1)
     truth = np.array([right_label(first, second, tie=3.0) for first, second in pairs])
     return float((final == truth)[truth != -1].mean()) >= _GOOD
-
-
-CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
-_TASK = task_prompts("cartpole-tiny")
-ANGLE_QUESTION = " How far from upright?"
-
-SIZE = 64  # pixels of the pictures
-MAX_ANGLE = 30.0
-# Smaller differences are answered -1. It is below the 3 degrees up to which evaluation counts a tie, so that pairs just
-# above these are decided.
-TIE_DEGREES = 2.0
-# One pole in the first lessons and in a share of the later ones: else comparing two takes three times as long to learn.
-_FIRST, _ANGLE_SHARE = 6000, 0.2
-_BUCKET = 3.0  # degrees of one answer to ANGLE_QUESTION
 
 
 def draw_lesson(rng: np.random.Generator, angle_share: float) -> Exchange:

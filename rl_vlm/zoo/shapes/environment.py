@@ -22,6 +22,8 @@ COUNT_QUESTION = "How many shapes?"
 RULE_QUESTION = "Which number?"
 TOOL_HINT = " Call calc_score."
 TRY_AGAIN = "Wrong. Try again."
+Task = Literal["count", "rule"]
+_ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
 NUMBERS = ("1", "2", "3", "4")
 
 
@@ -74,11 +76,6 @@ def format_answer(answer: str) -> str:
 def format_call(answer: str) -> str:
     """The answer as a call of the scoring tool, as short as JSON allows."""
     return f'<tool_call>{{"name":"calc_score","arguments":{{"answer":"{answer}"}}}}</tool_call>'
-
-
-Task = Literal["count", "rule"]
-
-_ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
 
 
 @dataclass(frozen=True, slots=True)

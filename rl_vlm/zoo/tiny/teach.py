@@ -20,6 +20,10 @@ import torch
 from rl_vlm.models.supervised import DialogueEncoder, Example, backward_mean_nll, collate, token_logprobs
 from rl_vlm.types import Role
 
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 10.0
+
 
 class Exchange(NamedTuple):
     """One message to the policy, its texts and images (uint8 [height, width, 3]), and the reply that is taught."""
@@ -34,10 +38,6 @@ class Exchange(NamedTuple):
 
 
 Draw = Callable[[], Sequence[Exchange]]  # draws one conversation
-
-_LOG_EVERY_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 def teach(
