@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_vlm.envs.foreign import with_stand_ins
+from rl_vlm.envs.foreign.stand_ins import with_stand_ins
 from rl_vlm.files import resolved
 from rl_vlm.types import UserInputError
 

@@ -224,7 +224,7 @@ def test_action_words_are_random_wherever_the_goal_is() -> None:
     rng = np.random.default_rng(2)
     words: dict[str, Counter[str]] = {"ahead": Counter(), "behind": Counter()}
     turns = asked = 0
-    for _ in range(1500):
+    for _ in range(2500):
         for role, (picture, text), reply in draw_tour(rng):
             turns += 1
             assert role == "user" and picture.shape == (64, 64, 3)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from rl_vlm.envs.base import EpisodeEnv
 from rl_vlm.envs.errors import ROLES, EnvError, EnvTimeoutError
-from rl_vlm.envs.foreign import with_stand_ins
+from rl_vlm.envs.foreign.stand_ins import with_stand_ins
 from rl_vlm.envs.images import as_image
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import Message, Part, UserInputError
