@@ -89,8 +89,8 @@ def test_what_is_no_reply_is_a_failed_question(plain, reply):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip"])
-def test_a_reply_that_unpacks_to_gigabytes_is_cut(encoding):
-    plain = b'{"text": "' + b"a" * (200 * 2**20)
+def test_a_reply_that_unpacks_to_much_more_is_cut(encoding):
+    plain = b'{"text": "' + b"a" * (32 * 2**20)
     packed = gzip.compress(plain, 1) if "gzip" in encoding else zlib.compress(plain, 1)
     assert len(packed) < 2**20 * 2
     headers = {"content-encoding": encoding}
@@ -243,6 +243,7 @@ def test_every_error_of_the_package_is_printable():
     assert RLVLMError("plain", 3).args == ("plain", 3)
 
 
+@pytest.mark.slow
 @patient
 @given(st.text())
 def test_printable_text_has_no_controls_and_is_otherwise_unchanged(text):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_vlm.rewards.math import Reason, grade_turns
 from rl_vlm.rewards.normalize import normalize_answer
 
-pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(600, 3 * SECONDS))]
 
 SYMBOLS = r"""
     \frac \sqrt \pi \circ \text \left \right \cdot \times \infty \begin \% ^ _ \pm \log \int \sum \dot

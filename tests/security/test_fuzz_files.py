@@ -20,7 +20,7 @@ from rl_vlm.envs.questions import QUESTIONS
 from rl_vlm.envs.rows import file_rows
 from rl_vlm.types import UserInputError
 
-pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(600, 3 * SECONDS))]
 
 
 def test_images():

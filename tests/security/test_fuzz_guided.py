@@ -12,7 +12,7 @@ from fuzz_targets import TARGETS
 from fuzzing import SECONDS
 
 pytest.importorskip("atheris", reason="it is for Linux on x86-64")
-pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(600, 3 * SECONDS))]
 GUIDED = Path(__file__).with_name("guided.py")
 
 

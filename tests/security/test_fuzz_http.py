@@ -44,6 +44,7 @@ json_values = st.recursive(
 chats = st.fixed_dictionaries({}, optional=dict.fromkeys(ChatRequest.model_fields, json_values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
 def test_whatever_the_fields_hold_gets_an_answer_of_the_right_form(server: Server, path: str) -> None:
     statuses: set[int] = set()
@@ -78,6 +79,7 @@ def requests() -> list[bytes]:
     ]
 
 
+@pytest.mark.slow
 def test_damaged_requests_on_the_wire(server: Server) -> None:
     host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
     first = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)

@@ -204,6 +204,7 @@ def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", [parquet_bomb, parquet_nulls])
 def test_a_parquet_file_of_kilobytes_does_not_take_gigabytes(bomb, tmp_path):
     file = tmp_path / "train.parquet"

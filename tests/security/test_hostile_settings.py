@@ -49,6 +49,7 @@ def test_a_hostile_configuration_is_one_sentence(text, tmp_path):
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.slow
 @patient
 @given(
     st.recursive(
@@ -158,6 +159,7 @@ def gone(pid):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "crash"])
 def test_a_process_in_a_session_of_its_own_ends_with_its_environment(how, env_file, tmp_path):
     pid_file = tmp_path / "pid"
@@ -173,6 +175,7 @@ def test_a_process_in_a_session_of_its_own_ends_with_its_environment(how, env_fi
     wait_for(lambda: gone(pid))
 
 
+@pytest.mark.slow
 def test_a_process_in_a_session_of_its_own_ends_with_the_process_that_made_the_environment(env_file, tmp_path):
     pid_file = tmp_path / "pid"
     program = f"""
@@ -189,6 +192,7 @@ os.kill(os.getpid(), 9)
     wait_for(lambda: gone(int(pid_file.read_text())))
 
 
+@pytest.mark.slow
 def test_environments_see_no_tokens_but_those_that_they_need(env_file, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "RL_VLM_API_TOKEN", "GAME_TOKEN", "OTHER_KEY"):
         monkeypatch.setenv(name, "a-long-secret-value")

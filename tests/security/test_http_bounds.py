@@ -150,6 +150,7 @@ def test_a_request_that_no_memory_can_hold_is_the_clients_error(tiny_folder: Pat
     asyncio.run(engine.close())
 
 
+@pytest.mark.slow
 def test_sixteen_photos_of_twelve_megapixels_are_answered(server: Server) -> None:
     rough = np.random.default_rng(0).integers(0, 256, (63, 84, 3), dtype=np.uint8)
     photo = Image.fromarray(rough).resize((4032, 3024), Image.Resampling.BILINEAR)
@@ -224,6 +225,7 @@ def left(call: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_freed_blocks_are_given_back() -> None:
     assert left("pass") > 100  # what glibc does by itself
     assert left("return_freed_memory()") < 24
