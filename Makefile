@@ -11,8 +11,8 @@ STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
 # What a run needs, without what only tests need; what the tests need serves as well.
 RUN_STAMP := $(VENV)/installed-$(if $(findstring gpu,$(REQUIREMENTS)),run-gpu,run).txt
 TEST := $(BIN)/python -m pytest -q
-# Tests of one file, or of one real thing, share a process; the long ones of tests/e2e come first.
-SHARED := $(TEST) -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
+# Tests of one file share a process and what its fixtures start; the long ones of tests/e2e come first.
+SHARED := $(TEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 # Containers often set it. Each process would compile torch, transformers and Ray anew: a run's start would take twice as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -88,7 +88,7 @@ lowest: install ## The unit tests and the exactness check with the oldest packag
 	$(BIN)/uv venv --quiet --clear --python 3.11 $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python -r $(VENV)/lowest.txt
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps .
-	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadgroup tests/unit -m "not acceptance" \
+	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not acceptance" \
 		--ignore tests/unit/test_cluster_manifests.py --ignore tests/unit/test_gpu_settings.py # want kustomize, vLLM
 	$(LOWEST)/bin/python benchmarks/gpu/correctness.py --size tiny
 

@@ -23,17 +23,12 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 REAL_THINGS = {"e2e", "integration", "drills"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects, and before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of real things all tests are slow but those marked `real`; a file's tests, or those of one real thing, stay in one worker."""
-    for item in items:
-        group, real = item.path.stem, item.get_closest_marker("real")
-        if item.get_closest_marker("slow") is None and item.get_closest_marker("acceptance") is None:
-            if real is not None:
-                (group,) = real.args
-            elif item.path.parent.name in REAL_THINGS:
-                item.add_marker("slow")
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of real things all tests are slow but those marked `real`."""
+    if item.path.parent.name in REAL_THINGS and not {"real", "acceptance"} & {
+        mark.name for mark in item.iter_markers()
+    }:
+        item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA, ROOT, TrainingProcess, 
 ONE_LEARNER_ACTOR = ("learner.num_learners=1", "learner.cpus_per_learner=0.25", "logging.checkpoint_every=10")
 
 
-@pytest.mark.real("killed actors")
+@pytest.mark.real
 def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
     # A checkpoint after every iteration: the learner is as likely to die while one is made as anywhere else.
     short = ("algorithm.iterations=50", "evaluation.num_items=64", "logging.checkpoint_every=1")
@@ -25,7 +25,7 @@ def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
             run.kill(title)
             run.wait_for_iteration(run.iterations() + 6)
         assert run.wait() == 0, run.output()[-3000:]
-        assert run.survivors() == []
+        assert run.survivors(grace=60) == []  # Ray's own agents notice later
     result = run.result()
     assert result["status"] == "done"
     assert result["restarts"] == {"env_runner": 1, "learner": 1}

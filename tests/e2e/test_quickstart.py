@@ -16,7 +16,7 @@ import rl_vlm as rl_vlm_package
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.ownership import files_in, run_files
 
-pytestmark = pytest.mark.real("quickstart")
+pytestmark = pytest.mark.real
 
 
 def test_counting_is_learned_from_chance_to_nine_in_ten(quickstart_run: Path) -> None:
@@ -96,7 +96,9 @@ def test_show_draws_the_run_and_its_episodes(quickstart_run: Path) -> None:
 def test_the_run_goes_on_where_it_ended(quickstart_run: Path, tmp_path: Path) -> None:
     shutil.copytree(quickstart_run, tmp_path / "run")
     before = json.loads((quickstart_run / "result.json").read_text())
-    run = finished(tmp_path / "run", f"algorithm.iterations={before['iterations'] + 2}", "--resume")
+    run = finished(
+        tmp_path / "run", f"algorithm.iterations={before['iterations'] + 2}", "evaluation.num_items=64", "--resume"
+    )
     assert f"Resumed from iteration {before['iterations']}" in run.output()
     after = run.result()
     assert (after["status"], after["iterations"]) == ("done", before["iterations"] + 2)

@@ -18,7 +18,7 @@ from core_support import adapted_policy
 from PIL import Image
 from runs import REPLICA, ServeProcess
 
-pytestmark = pytest.mark.real("server")
+pytestmark = pytest.mark.real
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 # Seconds of work on any machine: hot samples of a random adapter end their turns rarely, and these are many.
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, "n": 256}
@@ -32,7 +32,7 @@ def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, adapter: Path) -> Iterator[ServeProcess]:
-    arguments = ("http.max_samples=256", "http.model_name=base", "http.drain_s=20", "--adapter", adapter)
+    arguments = ("http.max_samples=256", "http.model_name=base", "http.drain_s=60", "--adapter", adapter)
     changes = {"LOCAL_MODEL_PATH": str(tiny_folder), "RL_VLM_API_TOKEN": "s3cret"}
     with ServeProcess(*arguments, **changes) as server:
         yield server

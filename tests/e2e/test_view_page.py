@@ -94,7 +94,7 @@ def test_the_keyboard_reaches_everything(opened: Opened, address: str) -> None:
         assert len(set(map(str, wanted)) - reached) <= 0.1 * len(wanted), place
 
 
-@pytest.mark.real("quickstart")
+@pytest.mark.real
 def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, address: str) -> None:
     listed = answer(address, "runs/quickstart/episodes")
     rng = random.Random(0)
@@ -199,7 +199,7 @@ def test_a_hostile_report_is_as_harmless(browser: Browser, places: Path, tmp_pat
     page.close()
 
 
-@pytest.mark.real("quickstart")
+@pytest.mark.real
 def test_a_report_opens_without_a_server(browser: Browser, places: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     done = rl_vlm("report", places / "quickstart", "--out", out, "--episodes", 200)
@@ -247,7 +247,7 @@ def test_beyond_loopback_the_address_lets_the_browser_in(browser: Browser, place
         page.close()
 
 
-@pytest.mark.real("quickstart")
+@pytest.mark.real
 def test_a_program_reads_what_the_page_shows(address: str) -> None:
     """The sequence of docs/view.md: which run, which episodes, one of them."""
     run = next(line for line in answer(address, "runs")["runs"] if line["name"] == "quickstart")

@@ -224,7 +224,7 @@ def test_tune_saves_and_restores_it_as_it_is(tmp_path: Path) -> None:
     other.stop()
 
 
-@pytest.mark.real("preference run")
+@pytest.mark.real
 def test_rl_vlm_train_leaves_the_files_that_users_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ from rl_vlm.types import (
     UserInputError,
 )
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.real("vllm")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.real]
 
 PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them
 TOLERANCE = 1e-4
