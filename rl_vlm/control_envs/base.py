@@ -46,7 +46,7 @@ def unit_box(size: int) -> Box:
 
 def from_unit_box(action: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """An action [A] from [-1, 1], clipped, on the bounds low and high [A]; float64, because in float32 one in six pairs
-    of bounds is exceeded by a rounding, and environments may refuse such an action."""
+    of bounds is exceeded by a rounding, and environments may reject such an action."""
     share = (np.clip(action, -1.0, 1.0).astype(np.float64) + 1) / 2
     low, high = low.astype(np.float64), high.astype(np.float64)
     return np.clip(low * (1 - share) + high * share, low, high)

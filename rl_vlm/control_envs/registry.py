@@ -35,7 +35,7 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     factory = _find(env_id)
     given = kwargs if image_size is None else {**kwargs, "image_size": image_size}
 
-    def refused(why: object) -> UserInputError:
+    def rejected(why: object) -> UserInputError:
         return UserInputError(f"Environment {env_id} does not take these arguments ({why}): correct env.kwargs.")
 
     try:
@@ -44,12 +44,12 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
         own = {name: value for name, value in given.items() if name not in wrapper}
         inspect.signature(factory).bind(**own)
     except TypeError as error:
-        raise refused(error) from error
+        raise rejected(error) from error
     env = factory(**own)
     if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
         env = GymnasiumControlEnv(env, **wrapper)
     elif wrapper.keys() - {"image_size"}:
-        raise refused(", ".join(wrapper.keys() - {"image_size"}))
+        raise rejected(", ".join(wrapper.keys() - {"image_size"}))
     if not isinstance(env, ControlEnv):
         raise UserInputError(
             f"{env_id} made a {type(env).__name__}, which is neither a ControlEnv nor a gymnasium.Env."

@@ -20,7 +20,7 @@ class SoftGymControlEnv(ControlEnv):
             info, `render(mode, **kwargs)` a picture uint8 [H, W, 3].
         horizon: steps of an episode; by default the environment's own `horizon`.
         success_key, success_above: a moment is a success where `info[success_key]` exceeds `success_above`: rope
-            `normalized_length` .95, cloth `normalized_performance` .9, pass-water `reward` -.36.
+            `normalized_length` 0.95, cloth `normalized_performance` 0.9, pass-water `reward` -0.36.
         image_size: pictures are resized to this.
         render_kwargs: passed to `render`, such as `hide_picker=True`.
 

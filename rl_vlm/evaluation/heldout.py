@@ -110,7 +110,7 @@ def identity_of(
     adapters: Mapping[Side, Path | None],
     sizes: Mapping[Split, Mapping[str, int | None]],
 ) -> dict[str, Any]:
-    """Names and values of all that decides the outcomes, by which a resumed evaluation is told from another. How many
+    """Names and values of all that decides the outcomes, by which a resumed evaluation is recognised. How many
     items are asked, and how often, does not count."""
     known: dict[str, Any] = {"format": 2, "seed": config.seed, "size of the split": sizes}
     included: dict[str, Any] = dict(_OF_THE_RUN)

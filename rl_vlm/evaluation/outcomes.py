@@ -32,7 +32,7 @@ class Outcome:
 
     `id` names the item within a side and `sample` the episode of a sampled item. `env` is the environment's id, in a
     mixture its name, which `variant` then begins with. `info` holds the environment's numbers at the end, and the
-    item's category as text. `answers` holds what the policy said, turn by turn; files of earlier versions lack it.
+    item's category as text. `answers` holds the policy's texts, turn by turn; files of earlier versions lack it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -112,7 +112,7 @@ def outcomes_of_groups(
 
 
 def answers_of(episode: Trajectory | Conversation) -> list[str]:
-    """What the policy said, turn by turn; nothing where the conversation was not recorded."""
+    """The policy's texts, turn by turn; none where the conversation was not recorded."""
     said = [message.text for message in episode.messages if message.role == "assistant"]
     return list(to_jsonable(said[max(len(said) - episode.num_turns, 0) :]))  # a prompt may hold earlier ones
 

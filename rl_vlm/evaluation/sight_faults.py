@@ -44,7 +44,7 @@ class SightError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A named fault and a sentence about it; one that does not stop a run says what could not be told."""
+    """A named fault and a sentence about it; one that does not stop a run says what remains unknown."""
 
     name: str
     message: str
@@ -97,7 +97,7 @@ def engine_is_blind(
     if not seen:
         return Fault(
             "too_sure",
-            "The policy is so sure of its answers, with blank images too, that they cannot tell whether the engine "
+            "The policy is so sure of its answers, with blank images too, that they do not show whether the engine "
             "sees any.",
             stops=False,
         )

@@ -28,13 +28,13 @@ _SCORE = re.compile(
 def read_label(text: str) -> LabelValue | None:
     """The label of an answer; None if it is not understood: its lines hold different labels, or its text names the
     other image alone ("Image 2 is better.", and then 0)."""
-    said = without_thoughts(text)
-    lines = [_LABEL.fullmatch(line) for line in said.splitlines()]
+    answer = without_thoughts(text)
+    lines = [_LABEL.fullmatch(line) for line in answer.splitlines()]
     labels = {line[1] for line in lines if line}
     if len(labels) != 1 or lines[-1] is None:
         return None
     label = cast(LabelValue, int(labels.pop()))
-    named = set(_IMAGE.findall(said))
+    named = set(_IMAGE.findall(answer))
     return None if label != -1 and named and str(label + 1) not in named else label
 
 

@@ -1,7 +1,7 @@
 """`rl-vlm label FOLDER`: labels pairs of pictures in a folder.
 
 The pairs are the rows of `pairs.csv` (columns first, second, and the true returns if they are known); without that file
-those that are called first_NAME and second_NAME, or NAME_1 and NAME_2.
+the pictures first_NAME and second_NAME, or NAME_1 and NAME_2.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def label_folder(folder: str | Path, labeller: Labeller, out: Path | None = None
     out = out or Path(folder) / FILE_NAME
     log, labels, started = query_log(out, ("first", "second")), list[Label](), time.time()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # fail before any label is paid for
+        out.parent.mkdir(parents=True, exist_ok=True)  # fail before any question is asked
         log.rewind(-1)
     except OSError as error:
         raise UserInputError(f"Cannot write {out}: {error.strerror or error}.") from error

@@ -39,7 +39,7 @@ class StepCsv:
 
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run repeats; all of them at -1."""
-        # Not with csv, which refuses long cells.
+        # Not with csv, which rejects long cells.
         cut_lines(self._path, lambda line: int(line.split(b",", self._step + 1)[self._step]), step, head=1)
 
     def add(self, *rows: Sequence[Any]) -> None:

@@ -52,14 +52,14 @@ class ScriptedTeacher(Labeller):
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
         """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment. Below 0, which
-        B-Pref's tasks never pay, no pair meets them."""
+        B-Pref's tasks never reach, no pair meets them."""
         self._margin = mean_return * segment_length / horizon
         eps = [name for name in ("eps_skip", "eps_equal") if getattr(self._settings, name)]
         if eps and mean_return < 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and "
-                "below 0 they have no effect. Pay rewards above 0, or leave them out.",
+                "below 0 they have no effect. Make rewards positive, or leave the thresholds out.",
                 " and ".join(eps), mean_return,
             )  # fmt: skip
 
@@ -170,7 +170,7 @@ class Similarity(Labeller):
 
 def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
     """The prompts that a configuration asks for; `env_id` names the task where the section does not."""
-    # A goal is enough for an environment that nobody has written prompts for.
+    # A goal is enough for an environment without prompts.
     prompts = task_prompts(section.task or env_id, section.prompts, goal="" if section.task else section.goal or "")
     changes = {"description": section.description or prompts.description}
     if section.goal and section.goal != prompts.goal:

@@ -24,7 +24,7 @@ class NonFiniteStepError(RLVLMError):
 
 
 class ReplayBuffer:
-    """A ring of `capacity` steps. `rewards` are those that the agent learns from.
+    """A ring of `capacity` steps. The agent learns from `rewards`.
 
     Truncated episodes go on for the critic (`continues` is 1), terminated ones do not. Where the reward is learned from
     images, `frame_capacity` must be at least `capacity`: a row without a frame could not be relabelled.
@@ -164,5 +164,5 @@ class ReplayBuffer:
 def _check_finite(what: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():  # a single nan in a batch turns all weights of the agent into nan
         raise NonFiniteStepError(
-            f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it."
+            f"{what} is nan or infinite, and would make all weights of the agent nan. Correct its source."
         )

@@ -23,6 +23,8 @@ from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 CARTPOLE = "ContinuousCartPole-v0"
+METAWORLD = pytest.param("metaworld/drawer-open-v3", marks=pytest.mark.slow)
+ORIGINALS_NAME = pytest.param("metaworld_drawer-open-v2", marks=pytest.mark.slow)
 
 
 def play(env: ControlEnv, seed: int, steps: int) -> np.ndarray:
@@ -36,7 +38,7 @@ def play(env: ControlEnv, seed: int, steps: int) -> np.ndarray:
     return np.array(rows)
 
 
-@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "MountainCarContinuous-v0", "metaworld/drawer-open-v3"])
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "MountainCarContinuous-v0", METAWORLD])
 def test_gymnasiums_checker_accepts_it(env_id: str) -> None:
     env = make_control_env(env_id)
     check_env(env, skip_render_check=True)
@@ -45,7 +47,7 @@ def test_gymnasiums_checker_accepts_it(env_id: str) -> None:
     env.close()
 
 
-@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "metaworld_drawer-open-v2"])  # the original's name
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", ORIGINALS_NAME])
 def test_the_same_seed_and_actions_give_the_same_episode_also_after_others(env_id: str) -> None:
     env, other = make_control_env(env_id), make_control_env(env_id)
     play(env, 3, 20)
@@ -244,11 +246,13 @@ def rollout(env: MetaWorldEnv, seed: int, steps: int = 10) -> np.ndarray:
     return np.array(rows)
 
 
+@pytest.mark.slow
 def test_starts_differ() -> None:
     env = MetaWorldEnv("drawer-open")
     assert not np.array_equal(env.reset(seed=0)[0][4:7], env.reset(seed=1)[0][4:7])
 
 
+@pytest.mark.slow
 def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:
     hidden, shown = MetaWorldEnv("reach"), MetaWorldEnv("reach", observe_goal=True)
     for env in (hidden, shown):
@@ -259,6 +263,7 @@ def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:
     assert goal == pytest.approx(shown._inner._target_pos, abs=1e-6) and goal.any()
 
 
+@pytest.mark.slow
 def test_it_truncates_at_the_horizon_and_success_does_not_end_it() -> None:
     env = MetaWorldEnv("drawer-open", horizon=5)
     env.reset(seed=0)
@@ -268,6 +273,7 @@ def test_it_truncates_at_the_horizon_and_success_does_not_end_it() -> None:
     assert env.step(np.zeros(4, np.float32))[2:4] == (False, False)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_object_and_not_the_robot(drawer: MetaWorldEnv) -> None:
     with_arm = MetaWorldEnv("drawer-open", image_size=100, hide_arm=False)
     frames = {}
@@ -283,6 +289,7 @@ def test_the_picture_shows_the_object_and_not_the_robot(drawer: MetaWorldEnv) ->
     with_arm.close()
 
 
+@pytest.mark.slow
 def test_drawing_a_picture_changes_nothing_of_the_episode() -> None:
     def episode(drawn: tuple[int, ...]) -> np.ndarray:
         env, rng = MetaWorldEnv("coffee-push", image_size=16), np.random.default_rng(0)
@@ -300,6 +307,7 @@ def test_drawing_a_picture_changes_nothing_of_the_episode() -> None:
     assert np.array_equal(episode((40,)), unseen) and np.array_equal(episode((0, 90, 91)), unseen)
 
 
+@pytest.mark.slow
 def test_the_first_picture_of_a_later_episode_shows_its_own_scene() -> None:
     """A reset moves the coffee machine after MetaWorld's last computation of where things are."""
     later, fresh = MetaWorldEnv("coffee-push", image_size=60), MetaWorldEnv("coffee-push", image_size=60)

@@ -199,6 +199,7 @@ def test_a_server_that_refuses_ends_the_evaluation_soon(server: Server) -> None:
         measured(server, run_of(), against="base")
 
 
+@pytest.mark.slow
 def test_the_command_needs_neither_ray_nor_a_model(server: Server) -> None:
     known = answers()
     server.reply = lambda body: (200, said(f"<answer>{known[pictures(body)[0]]}</answer>"))

@@ -150,6 +150,7 @@ for number in range(1, 100000):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_writing_leaves_whole_sessions(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent)]
     for number in range(2):

@@ -96,6 +96,7 @@ def test_what_cannot_be_evaluated_ends_with_one_sentence(
     assert not captured.out
 
 
+@pytest.mark.slow
 def test_neither_evaluation_nor_a_dry_run_waits_for_rllib(folder: Path) -> None:
     code = (
         "import sys; from rl_vlm.cli import run; "

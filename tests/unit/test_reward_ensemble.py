@@ -136,6 +136,7 @@ def test_members_begin_different_and_seeds_decide_everything() -> None:
     assert (one.rewards(frames) == again.rewards(frames)).all() and (one.rewards(frames) != other.rewards(frames)).all()
 
 
+@pytest.mark.slow
 def test_states_and_actions_are_ranked_after_some_hundred_pairs() -> None:
     ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=32, min_gradient_steps=150))
     pairs = state_pairs(300)
@@ -146,6 +147,7 @@ def test_states_and_actions_are_ranked_after_some_hundred_pairs() -> None:
     assert report.accuracy > 0.9 and len(report.losses) >= 150 and report.losses[0] == pytest.approx(np.log(2), abs=0.2)
 
 
+@pytest.mark.slow
 def test_pictures_are_ranked_segments_of_several_frames_included() -> None:
     rng = np.random.default_rng(0)
 
@@ -159,6 +161,7 @@ def test_pictures_are_ranked_segments_of_several_frames_included() -> None:
     assert spearmanr(ensemble.segment_returns(fresh).mean(0), [s.true_rewards[0] for s in fresh]).statistic > 0.8
 
 
+@pytest.mark.slow
 def test_training_stops_early_but_not_before_its_gradient_steps() -> None:
     pairs = state_pairs(64)
     options: dict[str, Any] = {"architecture": "mlp", "hidden": 32, "lr": 3e-3, "batch": 32, "epochs": 200}
@@ -174,6 +177,7 @@ def test_training_stops_early_but_not_before_its_gradient_steps() -> None:
     assert fit(few, pairs[:5]).epochs == 10
 
 
+@pytest.mark.slow
 def test_scores_are_learned() -> None:
     ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=32, lr=3e-3, min_gradient_steps=300))
     segments = [p.first for p in state_pairs(200, steps=1)]
@@ -187,7 +191,7 @@ def test_scores_are_learned() -> None:
     assert np.abs(found - (2 * wanted - 1)).mean() < 0.15
 
 
-@pytest.mark.parametrize("architecture", ["cnn", "mlp", "resnet18"])
+@pytest.mark.parametrize("architecture", ["cnn", "mlp", pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
     if architecture == "mlp":
         pairs = state_pairs(12)

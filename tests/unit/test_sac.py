@@ -209,7 +209,13 @@ def test_without_a_compiler_updates_run_all_the_same(
     assert "SAC runs without torch.compile, somewhat slower: No C++ compiler was found" in caplog.text
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.acceptance),
+    ],
+)
 def test_compiled_updates_equal_plain_ones(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
