@@ -9,7 +9,8 @@ from typing import Any
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.results import summarize
 from rl_vlm.rollout.metrics import Metrics
 from rl_vlm.rollout.rollouts import Rollouts
 from rl_vlm.rollout.tasks import RolloutTask

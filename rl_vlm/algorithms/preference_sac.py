@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import AGENT, read_state, write_state
-from rl_vlm.config import PreferenceConfig, PreferenceSection
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
 from rl_vlm.preference.collector import Episode, EpisodeTracker, NumpyActor, StepBatch, make_run_env
@@ -33,6 +33,7 @@ from rl_vlm.preference.feedback import Feedback, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.sac import Batch
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch
+from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
@@ -50,44 +51,6 @@ _METRICS = {
 }
 # Reward modes by the similarity of picture and text: the labels.source with the same model.
 _SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
-
-
-# The schedule, in environment steps.
-
-
-def first_session_step(settings: PreferenceSection) -> int:
-    """When exploration ends: the first session, or (where the reward is not learned) the reset of the critics."""
-    return settings.random_steps + settings.exploration_steps
-
-
-def phase(settings: PreferenceSection, step: int) -> Literal["random", "explore", "learn"]:
-    """The phase of the step after `step` steps."""
-    if step < settings.random_steps:
-        return "random"
-    return "explore" if step < first_session_step(settings) else "learn"
-
-
-def next_boundary(settings: PreferenceSection, step: int, next_session: int | None) -> int:
-    """The next step at which the phase changes or a session takes place; collection stops there."""
-    steps = (settings.random_steps, first_session_step(settings), settings.total_steps, next_session or 0)
-    return min(boundary for boundary in steps if boundary > step)
-
-
-def session_size(settings: PreferenceSection, step: int, asked: int) -> int:
-    """Pairs of a session at `step` when `asked` were asked before; 0 when `max_feedback` is reached.
-
-    Schedule 0 is constant. With T = total steps, 1 shrinks as (T - step) / T (never below a hundredth) and 2 grows as
-    T / (T - step + 1), as in B-Pref.
-    """
-    total = settings.total_steps
-    if settings.feedback_schedule == 1:
-        share = max((total - step) / total, 0.01)
-    elif settings.feedback_schedule == 2:
-        share = total / max(total - step + 1, 1)
-    else:
-        share = 1.0
-    wanted = max(int(settings.session_pairs * share), 1)
-    return max(min(wanted, settings.max_feedback - asked), 0)
 
 
 class PreferenceSACConfig(RunAlgorithmConfig):
@@ -184,7 +147,7 @@ class PreferenceSAC(RunAlgorithm):
         # What gives the reward where the task does not.
         self._reward_model: Any = self.feedback.model if self.feedback is not None else None
         if settings.reward in _SIMILARITY_SOURCES:
-            from rl_vlm.labelling.teachers import build_similarity  # transformers is slow to import
+            from rl_vlm.labelling.building import build_similarity
 
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[settings.reward]})
             self._reward_model = build_similarity(labels, self.run_config.env.id, driver_device(self.run_config))

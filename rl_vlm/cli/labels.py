@@ -43,9 +43,9 @@ def label(
 ) -> None:
     """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
     from rl_vlm.config import EndpointSection, LabelsSection
+    from rl_vlm.labelling.building import build_labeller
     from rl_vlm.labelling.folder import label_folder
     from rl_vlm.labelling.query_log import FILE_NAME
-    from rl_vlm.labelling.teachers import build_labeller
     from rl_vlm.types import UserInputError
 
     if bool(endpoint) == bool(generate):

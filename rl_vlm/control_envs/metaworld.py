@@ -27,7 +27,7 @@ class MetaWorldEnv(ControlEnv):
         image_size: pictures are drawn at this size.
         camera: "original" (see `ORIGINAL_VIEWS`; corner2 for tasks that it has none for), or a camera of the model.
         hide_arm: leave the robot out of the pictures, as the original does.
-        show_goal: draw the marker at the goal, which the original hides: without it the pictures do not show where to reach.
+        show_goal: draw the marker at the goal, which the original hides: only it shows where to reach.
     """
 
     def __init__(

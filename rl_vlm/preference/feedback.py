@@ -232,7 +232,7 @@ def build_feedback(
     settings, section = config.preference, config.preference.reward_model
     if not settings.learns_reward:
         return None
-    from rl_vlm.labelling.teachers import build_labeller
+    from rl_vlm.labelling.building import build_labeller
 
     cache, device = label_cache(settings.labels.cache), driver_device(config)
     if cache is not None:

@@ -21,17 +21,10 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.grammars import format_matcher
 from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks, identity_of, item_prompts, viewed_tasks
-from rl_vlm.evaluation.outcomes import (
-    Outcome,
-    OutcomeLog,
-    Side,
-    by_category,
-    compared,
-    info_numbers,
-    outcomes_of,
-    summarize,
-)
+from rl_vlm.evaluation.outcome_log import OutcomeLog
+from rl_vlm.evaluation.outcomes import Outcome, Side, outcomes_of
 from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left, losses, play_tasks
+from rl_vlm.evaluation.results import by_category, compared, info_numbers, summarize
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.models.trained import find_trained, is_full, read_payload

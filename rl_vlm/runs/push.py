@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 
 from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config
 from rl_vlm.config.loading import of_policy
-from rl_vlm.labelling.teachers import prompts_of
+from rl_vlm.labelling.building import prompts_of
 from rl_vlm.models.export import export_model, find_trained_and_model
 from rl_vlm.models.hub import transport_errors
 from rl_vlm.models.trained import is_full

@@ -12,7 +12,8 @@ from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.loading import check_quantization, check_weights
 from rl_vlm.monitoring.callbacks import Callback
 from rl_vlm.runs.policy import PolicyRun, inspect_policy_run
-from rl_vlm.runs.preference import PreferenceRun, evaluate_preference_run, inspect_preference_run
+from rl_vlm.runs.preference import PreferenceRun, inspect_preference_run
+from rl_vlm.runs.preference_evaluation import evaluate_preference_run
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
 from rl_vlm.runs.surroundings import check_resources, joins_cluster
 from rl_vlm.types import UserInputError

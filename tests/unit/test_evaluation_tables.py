@@ -18,20 +18,10 @@ from task_support import trajectory
 from rl_vlm.config import parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.heldout import evaluation_tasks, item_prompts, viewed_tasks
-from rl_vlm.evaluation.outcomes import (
-    Outcome,
-    OutcomeLog,
-    Side,
-    answers_of,
-    by_category,
-    compared,
-    info_numbers,
-    kept_info,
-    new_outcome,
-    outcomes_of_groups,
-    summarize,
-)
+from rl_vlm.evaluation.outcome_log import OutcomeLog
+from rl_vlm.evaluation.outcomes import Outcome, Side, answers_of, kept_info, new_outcome, outcomes_of_groups
 from rl_vlm.evaluation.plain_generate import PlainGenerate
+from rl_vlm.evaluation.results import by_category, compared, info_numbers, summarize
 from rl_vlm.files import to_jsonable
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page

@@ -14,7 +14,8 @@ from task_support import solved_group
 
 from rl_vlm.config import parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.results import summarize
 from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.tasks import DataCursor, Mixture, RolloutTask, SolveRateItems, SolveRates
 from rl_vlm.types import UserInputError

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from tables import table
 
 from rl_vlm.algorithms.checkpoint import write_state
-from rl_vlm.algorithms.preference_sac import first_session_step, next_boundary, phase, session_size
 from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import PreferenceSection, SACSection, parse_config, save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.preference.collector import NumpyActor
 from rl_vlm.preference.evaluation import evaluate, evaluation_seeds
 from rl_vlm.preference.sac_networks import SACNetworks
+from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.types import UserInputError
 
 

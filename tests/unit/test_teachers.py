@@ -16,9 +16,11 @@ from scipy.special import expit
 from scipy.stats import binomtest
 
 from rl_vlm.config import LabelsSection, TeacherSection, parse_config
+from rl_vlm.labelling.building import build_labeller
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.labels import SKIPPED, Label, Segment, SegmentPair
-from rl_vlm.labelling.teachers import ScriptedTeacher, Similarity, build_labeller
+from rl_vlm.labelling.similarity import Similarity
+from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.preference.feedback import build_feedback
 from rl_vlm.types import UserInputError
 
@@ -221,7 +223,7 @@ def test_models_of_picture_and_text_compute_where_the_run_says(
     source: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    monkeypatch.setattr("rl_vlm.labelling.teachers.Similarity", lambda *given: found.append(given))
+    monkeypatch.setattr("rl_vlm.labelling.building.Similarity", lambda *given: found.append(given))
     build_labeller(LabelsSection(source=source, frames=2), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
     ((families, _, text, *rest),) = found
     assert family in families and text == "The soccer ball is in the goal." and rest == ["cuda:1", 2]
@@ -232,7 +234,7 @@ def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monk
     monkeypatch.setattr("rl_vlm.preference.feedback.driver_device", lambda run: "meta")
     monkeypatch.setattr("rl_vlm.preference.feedback.RewardEnsemble", lambda *given: found.append(given[-1]))
     monkeypatch.setattr("rl_vlm.preference.feedback.Feedback", lambda *_: None)
-    monkeypatch.setattr("rl_vlm.labelling.teachers.build_labeller", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr("rl_vlm.labelling.building.build_labeller", lambda *given: found.append(given[-1]))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(
         {"algorithm": {"name": "preference_sac"}, "env": {"id": "ContinuousCartPole-v0"}, "preference": preference}
