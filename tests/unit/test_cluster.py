@@ -41,6 +41,7 @@ def test_a_run_that_asks_for_too_much_is_told_about_its_own_actors() -> None:
         check_resources(parse_config(grpo))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "said"), [("AS, (4 << 30,) * 2", "-v unlimited"), ("NOFILE, (64,) * 2", "-n 4096")])
 def test_small_limits_of_the_shell_are_told_before_ray_aborts(limit: str, said: str) -> None:
     code = f"""if True:
@@ -212,6 +213,7 @@ def test_actors_are_told_from_rays_own_processes(title: str, expected: bool) -> 
     assert is_actor([title]) is expected
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_its_actors_and_not_for_ever() -> None:
     command = ["bash", "-c", 'exec -a ray::VLMEnvRunner.sample sleep "$0"', "60"]
     actor = subprocess.Popen(command)
@@ -244,6 +246,7 @@ pathlib.Path(sys.argv[1]).write_text(str(len(told)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes have no names of their own elsewhere")
 @pytest.mark.parametrize("told", [False, True])
 def test_draining_tells_a_run_of_any_script_once(tmp_path: Path, told: bool) -> None:

@@ -194,7 +194,7 @@ def test_rewards_on_another_scale_get_a_panel_of_their_own():
     assert len(drawn([-0.5, 3.0], evaluation(0, 0.25)).axes) == 2
 
 
-@pytest.mark.parametrize("rewards", [(), (0.5,), (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)])
+@pytest.mark.parametrize("rewards", [(), (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)])
 def test_short_runs_are_drawn(tmp_path: Path, rewards: tuple[float, ...]) -> None:
     (tmp_path / "config.yaml").write_text("name: my-run\n")
     lines = [f"{number},{value}" for number, value in enumerate(rewards, 1)]

@@ -55,6 +55,7 @@ def here() -> dict[str, Check]:
         doctor._PROBE_TIMEOUT_S = deadline
 
 
+@pytest.mark.slow
 def test_this_environment_loads(here):
     assert here["python"].status == here["ray"].status == here["import"].status == "ok"
     assert not any(check.status == "fail" for name, check in here.items() if not name.startswith("disk"))
@@ -87,6 +88,7 @@ def test_packages_that_break_each_other_fail(monkeypatch, installed, name, statu
     assert found(doctor._packages())[name].status == status
 
 
+@pytest.mark.slow
 def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):
     error = "raise RuntimeError('operator torchvision::nms does not exist')"
     (tmp_path / "torchvision.py").write_text(error)
@@ -98,6 +100,7 @@ def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):
     assert "torch==" in check.remedy and "torchvision==" in check.remedy
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_import_is_reported():
     assert "code 9" in doctor.load_torch("import os; os._exit(9)").error
 
@@ -126,11 +129,6 @@ def test_a_gpu_that_torch_does_not_see_fails(tmp_path, monkeypatch):
 
 
 # The machine
-
-
-def test_it_does_not_import_torch_itself():
-    code = "import sys, rl_vlm.cli.doctor; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- rl-vlm doctor on Ray's doors: the mode of the token's file, and ports that other machines reach
@@ -166,6 +164,7 @@ def test_a_token_that_others_may_read_is_told(
     assert check.remedy == ("" if status == "ok" else f"Run `chmod 600 {token}`.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "open_"), [("0.0.0.0", True), ("127.0.0.1", False)])
 def test_ports_that_other_machines_reach_are_told(host: str, open_: bool) -> None:
     child = subprocess.Popen(
@@ -194,6 +193,7 @@ def test_loopback_in_all_its_spellings() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_neither_torch_nor_ray(tiny_folder: Path) -> None:
     arguments = ["train", str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_folder}", "--dry-run"]
     code = f"import sys; from rl_vlm import cli; assert cli.run({arguments}) == 0; print({{'torch', 'ray'}} & set(sys.modules))"

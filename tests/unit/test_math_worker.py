@@ -85,15 +85,6 @@ def test_eight_threads_get_their_own_answers() -> None:
     assert results == [n % 2 == 0 for n in range(1, 25)]
 
 
-def test_a_killed_child_is_replaced() -> None:
-    assert is_equal("x", "0+x")
-    first = WORKER.pid
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    assert is_equal("x+2", "2+x")
-    assert WORKER.pid != first
-
-
 def test_a_forked_process_forgets_the_child_of_its_parent() -> None:
     assert is_equal("x+4", "4+x")
     before = WORKER.pid

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 import yaml
 from peft import LoraConfig
 from PIL import Image
+from ports import local_server
 
 from rl_vlm.algorithms.checkpoint import write_state
 from rl_vlm.cli.app import run as rl_vlm
@@ -34,33 +33,10 @@ class Hub:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.created: list[dict[str, object]] = []
-        self.status = 200
-        hub = self
+        self.status, self.url = 200, ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                self._reply(hub.answer(self.path, body))
-
-            def do_GET(self) -> None:
-                self._reply(
-                    {"id": "me/counts", "sha": "0" * 40, "siblings": [], "name": "me", "type": "user", "orgs": []}
-                )
-
-            def _reply(self, content: object) -> None:
-                data = json.dumps(content).encode()
-                self.send_response(hub.status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def reply(self, path: str, _: object, body: bytes) -> tuple[int, object]:
+        return self.status, self.answer(path, body)
 
     def answer(self, path: str, body: bytes) -> object:
         if path == "/api/repos/create":
@@ -75,17 +51,19 @@ class Hub:
                 if one["key"] == "file":
                     self.files[one["value"]["path"]] = base64.b64decode(one["value"]["content"])
             return {"commitUrl": f"{self.url}/me/counts/commit/{'1' * 40}", "commitOid": "1" * 40}
+        if not body:
+            return {"id": "me/counts", "sha": "0" * 40, "siblings": [], "name": "me", "type": "user", "orgs": []}
         return {"errors": [], "warnings": []}  # of a card's head
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     stand_in = Hub()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.url)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    yield stand_in
-    stand_in.server.shutdown()
+    with local_server(stand_in.reply) as stand_in.url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.url)
+        yield stand_in
 
 
 @pytest.fixture
@@ -97,15 +75,11 @@ def run_folder(tmp_path: Path) -> Path:
     state = {"base_model.model.layers.0.q_proj.lora_A.weight": torch.ones(4, 8)}
     lora = LoraConfig(r=4, lora_alpha=8, base_model_name_or_path="/home/me/models/qwen")
     AdapterPayload.build(1, state, lora).write(folder / "adapter")
+    names = ("accuracy", "accuracy_low", "accuracy_high", "items")
+    measured = {0: (0.25, 0.15, 0.35, 64), 200: (0.875, 0.775, 0.975, 64)}
     rows = [
-        {
-            "iteration": i,
-            "accuracy/default": a,
-            "accuracy_low/default": a - 0.1,
-            "accuracy_high/default": a + 0.1,
-            "items/default": 64,
-        }
-        for i, a in ((0, 0.25), (200, 0.875))
+        {"iteration": iteration, **{f"{name}/default": value for name, value in zip(names, values, strict=True)}}
+        for iteration, values in measured.items()
     ]
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "curve.png").write_bytes(b"\x89PNG")
@@ -127,7 +101,7 @@ def test_an_adapter_arrives_with_its_card(hub: Hub, run_folder: Path, capsys: py
     assert "LoRA, rank 4" in text and "Shapes-v0" in text and "/home/me" not in text
 
 
-def test_what_the_hub_does_not_take_is_told(hub: Hub, run_folder: Path) -> None:
+def test_an_upload_that_the_hub_rejects_is_an_error(hub: Hub, run_folder: Path) -> None:
     hub.status = 403
     with pytest.raises(HubError, match="hf auth login"):
         push(run_folder, "me/counts", public=True)

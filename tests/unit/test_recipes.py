@@ -97,6 +97,7 @@ def test_a_recipe_is_copied_and_nothing_is_overwritten(empty_folder: Path, capsy
     assert "did you mean quickstart?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_project_is_made_and_its_tests_pass(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rl_vlm(["init", "my-dice.2"]) == 0
     folder = empty_folder / "my-dice.2"

@@ -194,22 +194,6 @@ RECIPE = ROOT / "configs" / "geo3k_qwen3vl_2b.yaml"
 KEYS = {*keys_of(PolicyConfig), *keys_of(PreferenceConfig)}
 _KEY = re.compile(r"((?:[a-z_]+\.)+[a-z_]+)(?:(?::\s*|=)([^`]+))?")
 
-# What the example's script passes, its evaluation, which is commented out there, included.
-_FLAGS = """
-hf-checkpoint use-wandb wandb-project wandb-group wandb-key prompt-data input-key label-key multimodal-keys rm-type apply-chat-template
-custom-generate-function-path custom-config-path rollout-shuffle num-rollout rollout-batch-size n-samples-per-prompt
-rollout-max-response-len rollout-temperature global-batch-size eval-interval eval-prompt-data n-samples-per-eval-prompt
-eval-max-response-len eval-top-k advantage-estimator kl-loss-coef kl-loss-type kl-coef entropy-coef eps-clip eps-clip-high optimizer lr
-lr-decay-style weight-decay adam-beta1 adam-beta2 rollout-num-gpus-per-engine sglang-mem-fraction-static sglang-cuda-graph-bs
-train-backend gradient-checkpointing sglang-attention-backend attn-implementation update-weight-buffer-size load
-tensor-model-parallel-size sequence-parallel pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
-expert-tensor-parallel-size recompute-granularity recompute-method recompute-num-layers use-dynamic-batch-size max-tokens-per-gpu
-attention-dropout hidden-dropout accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend megatron-to-hf-mode
-actor-num-nodes actor-num-gpus-per-node rollout-num-gpus colocate
-"""
-FLAGS = _FLAGS.split()
-VARIABLES = ("MODEL_NAME", "NUM_GPUS", "EXTERNAL_RAY", "TRAIN_BACKEND")
-
 
 def quoted(page: Path) -> list[str]:
     """What stands in back quotes outside of code blocks."""
@@ -246,12 +230,3 @@ def test_every_value_for_a_key_on_slimes_page_is_legal() -> None:
     assert len(given) >= 10
     for key, value in given:
         load_config(RECIPE, [f"{key}={value}"])
-
-
-def test_no_flag_and_no_variable_of_slimes_example_is_missing() -> None:
-    text = SLIME.read_text()
-    named = set(re.findall(r"--([a-z][a-z0-9-]+)", text))
-    assert len(FLAGS) == 68
-    assert set(FLAGS) <= named, set(FLAGS) - named
-    for name in VARIABLES:
-        assert f"`SLIME_SCRIPT_{name}`" in text

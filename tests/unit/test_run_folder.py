@@ -345,16 +345,6 @@ def test_a_folder_that_is_gone_deletes_nothing_there(storage: Any, tmp_path: Pat
     assert contents(storage) == before
 
 
-def test_an_interrupted_last_copy_keeps_the_folder_here(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Any, source: str, target: str, **_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(RemoteStorageError), opened_run_folder(URL, resume=False, overwrite=False) as folder:
-        write(folder, "progress.csv", "1\n")
-        monkeypatch.setattr(type(storage), "put_file", interrupted)
-    assert (folder / "progress.csv").read_text() == "1\n"
-
-
 def test_a_first_copy_that_was_cut_short_does_not_keep_the_run_from_beginning(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

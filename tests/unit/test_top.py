@@ -90,21 +90,8 @@ def text(found: object, width: int = 200) -> str:
 
 def test_the_table_says_what_matters() -> None:
     shown = text(table({**overview(parse(PAGE), 1e9 + 90), "unreachable": ["10.0.0.3:8080"]}))
-    for part in [
-        "quick",
-        "grpo",
-        "1m 30s ago",
-        "12/200",
-        "0.25",
-        "1,234 tok/s",
-        "1/2",
-        "abc",
-        "45 %",
-        "8.0/16 GiB",
-        "80 %",
-        "1.0/4 GiB",
-    ]:
-        assert part in shown, part
+    parts = ["quick", "grpo", "1m 30s ago", "12/200", "0.25", "1/2", "abc", "45 %", "8.0/16 GiB", "80 %", "1.0/4 GiB"]
+    assert [part for part in [*parts, "1,234 tok/s"] if part not in shown] == []
     assert "No answer from 10.0.0.3:8080" in shown
     assert "No run reports metrics here" in text(table(overview([], 0.0)))
     hostile = PAGE.replace('run="quick"', 'run="[red]x[/red]"')
