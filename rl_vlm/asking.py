@@ -259,7 +259,7 @@ class HTTPEndpoint:
     """A server that speaks OpenAI's chat completions, or `plain`ly RL-VLM-F's `/generate`, whose reply is text alone.
 
     `settings.url` is OpenAI's base, such as http://127.0.0.1:8000/v1, or the address of `/generate`. Choices
-    and grammars are enforced as OpenAI or vLLM do it, unless the server refuses such a request.
+    and grammars are enforced as OpenAI or vLLM do it, unless the server rejects such a request.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class HTTPEndpoint:
         _check_url(url)
         self._url = url if plain else f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions"
         self._settings, self._plain, self._transport = settings, plain, transport
-        self._refused, self._has_answered = set[str](), False
+        self._rejected, self._has_answered = set[str](), False
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
@@ -298,15 +298,15 @@ class HTTPEndpoint:
         body |= {"model": self._settings.model, "seed": question.seed % 2**31}
         if question.choices and self._settings.logprobs:
             body |= {"logprobs": True, "top_logprobs": 20}
-        form = {name: value for name, value in _form(question).items() if name not in self._refused}
+        form = {name: value for name, value in _form(question).items() if name not in self._rejected}
         try:
             reply = await self._post(client, body | form, ChatCompletion, "chat completion")
         except EndpointError as error:
             if not form or error.status not in (400, 422):
                 raise
             reply = await self._post(client, body, ChatCompletion, "chat completion")
-            # Only an answer tells why it refused: a question that is too long is refused in every form.
-            self._refused.update(form)
+            # Only an answer says why the server rejected it: it rejects a question that is too long in every form.
+            self._rejected.update(form)
             what = "choices" if question.choices else "a grammar"
             logger.warning("The endpoint cannot be held to %s, so its answers are read as they come: %s", what, error)
         first = [(token.token, token.logprob) for token in reply.first_token]

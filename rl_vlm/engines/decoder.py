@@ -61,7 +61,7 @@ class Decoder:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all rows, including those that a failed step left incomplete."""
+        """Drop all rows, including rows that a failed step left incomplete."""
         self._cache = self._text.new_cache() if isinstance(self._text, ModelText) else RowCache()
         self._rows = RowTable()
 
@@ -86,7 +86,7 @@ class Decoder:
         try:
             images = sum(count(image.width, image.height) - 1 for image in request.images)
         except UserInputError:
-            return self._max_context  # `prepare` refuses it
+            return self._max_context  # `prepare` rejects it
         return min(len(request.prompt_ids) + images + request.sampling.max_new_tokens, self._max_context)
 
     @property
@@ -130,7 +130,7 @@ class Decoder:
 
     @torch.inference_mode()
     def admit(self, prepared: Sequence[PreparedRequest]) -> list[PreparedRequest]:
-        """Prefill requests, sorted by length, and sample their first tokens; returns those that this finishes."""
+        """Prefill requests, sorted by length, and sample their first tokens; returns the finished ones."""
         batches = self._batches(prepared, lambda item: len(item.prompt_ids))
         return [item for batch in batches for item in self._prefill(batch)]
 

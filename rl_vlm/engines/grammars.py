@@ -1,4 +1,4 @@
-"""Grammars that samples keep to. llguidance tells as a sample grows which tokens may come next.
+"""Grammars that samples keep to. llguidance says, as a sample grows, which tokens may come next.
 
 It builds a grammar in milliseconds and has limits of its own for what a hostile one may cost. xgrammar, which computes
 the masks of all states ahead, took 26 s for an object with a string of up to 200 characters and Qwen's vocabulary.

@@ -90,7 +90,7 @@ def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
     if config.trains_full:
         # Without a GPU they stay in the object store.
         size = shape.parameters * element * 2 if serving.gpus_per_replica else 0
-        parts.append(Part("versions", size, "the newest weights, and those that running samples finish with"))
+        parts.append(Part("versions", size, "the newest weights, and the older ones of running samples"))
     elif isinstance(config, PolicyConfig) and serving.quantization == "none" and config.model.dtype == "float32":
         size = 2 * text.linear_parameters * element
         parts.append(Part("merged adapters", size, "the linear layers again, and once more while a version is made"))
@@ -104,7 +104,7 @@ def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
 
 
 def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | None:
-    """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures what is free.
+    """What vLLM takes for keys and values on a GPU of `card` bytes; None: it measures what is free.
 
     On a shared card it would count what else is loaded meanwhile. Where no sample fits, vLLM rejects the number with a
     sentence of its own.

@@ -254,7 +254,7 @@ class EngineCall:
     admitted: int = 0  # requests that have begun
     prepared: list[PreparedRequest] = field(default_factory=list)  # these, in order
     unanswered: int = field(init=False)
-    over: bool = False  # cancelled or refused: none of its remaining requests is started
+    over: bool = False  # cancelled or rejected: none of its remaining requests is started
 
     def __post_init__(self) -> None:
         self.unanswered = len(self.requests)

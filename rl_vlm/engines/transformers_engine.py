@@ -69,7 +69,7 @@ class TransformersEngine:
         max_context: prompt plus new tokens of a sample.
         max_rows: samples of each policy that run at once.
         max_kv_tokens: tokens, of all policies, whose keys and values have memory; requests beyond it wait.
-        lockstep: run each call as one batch that nobody joins, and each image alone, so that every bit of the result
+        lockstep: run each call as one batch that no other joins, and each image alone, so that every bit of the result
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
@@ -288,7 +288,7 @@ class TransformersEngine:
         """Start what may start, and sample one token of each row of one batch."""
         if self._in_flight:
             self._update_running()
-        # A caller that was told of free memory must find it without the rows of clients that went away.
+        # The memory of rows whose clients have gone must be free before new calls are admitted.
         for batch in self._batches:
             self._finish(batch.decoder.drop_cancelled())
         self._admit()
@@ -356,7 +356,7 @@ class TransformersEngine:
                     for request in call.requests:
                         check_version(request, version.number)
                 except EngineError as error:  # the policy was dropped while the call waited
-                    self._refuse(call, error)
+                    self._reject(call, error)
                     continue
                 batch = self._batch(call.policy, version)
                 for request in call.requests[call.admitted :]:
@@ -394,7 +394,7 @@ class TransformersEngine:
         live: list[PreparedRequest] = []
         for (call, _), item in zip(entries, prepared, strict=True):
             if isinstance(item, EngineError):
-                self._refuse(call, item)
+                self._reject(call, item)
             elif not call.over:  # it may have been cancelled while its images were encoded
                 item.call, item.version = call, batch.version.number
                 if call.stream is not None:
@@ -418,7 +418,7 @@ class TransformersEngine:
             elif not call.future.done():
                 call.future.set_result([one.answer for one in call.prepared if one.answer is not None])
 
-    def _refuse(self, call: EngineCall, error: Exception) -> None:
+    def _reject(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
         call.fail(error)
 

@@ -120,7 +120,7 @@ def start_llm(args: Any, num_threads: int, counts: Counter[str]) -> Any:
 
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = executor_class(args.tensor_parallel_size)
-    # Of the engine core alone. vLLM repeats few batch sizes: oneDNN's own capacities pay here, unlike in a learner.
+    # Of the engine core alone. vLLM repeats few batch sizes: oneDNN's own capacities help here, unlike in a learner.
     variables = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
     if not torch.cuda.is_available():
         # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.

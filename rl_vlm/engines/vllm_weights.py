@@ -60,7 +60,7 @@ class AdapterVersions(Versions):
     """LoRA adapters, several versions of several policies at a time.
 
     Every version gets a new id, name and folder: vLLM keeps the weights of an id that it knows, and its prefix cache
-    tells versions apart by names and folders. vLLM may read a folder again while a request with its adapter is running.
+    knows versions by names and folders. vLLM may read a folder again while a request with its adapter is running.
 
     With in-flight updates all versions have one id and one name: a version takes its predecessor's place under the
     running requests, between two of vLLM's steps.
@@ -97,7 +97,7 @@ class AdapterVersions(Versions):
             await self._check_used(adapter, tuple(payload.state()))
         except Exception as error:  # vLLM raises errors of the engine core as plain Exceptions
             adapter.delete()
-            reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
+            reason = DEAD if self._llm.errored else f"vLLM rejected adapter version {payload.version}: {error}"
             raise EngineError(reason) from error
         self._adapters[payload.policy].append(adapter)
 

@@ -28,7 +28,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.adapters import adapter_routes
 from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
 from rl_vlm.http.reader import RequestReader, return_freed_memory
-from rl_vlm.http.replies import Asked, ChatReply, Reply, TextReply
+from rl_vlm.http.replies import Asked, ChatReply, ReplyForm, TextReply
 from rl_vlm.http.responses import ResponseReply, ResponsesRequest
 from rl_vlm.http.schema import (
     ChatRequest,
@@ -89,7 +89,7 @@ class ModelApp:
         kind: type[B],
         read: Callable[[B, str, int], list[Asked]],
         prefix: str,
-        form: type[Reply],
+        form: type[ReplyForm],
         request: Request,
     ) -> Response:
         """Sample answers: a whole reply, or with `stream` its events."""
@@ -124,8 +124,8 @@ class ModelApp:
             await self._find(body.model)
             ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._reader.tokens, body)
         texts = [self._codec.text_of([token]) for token in ids] if body.return_token_strs else None
-        told = {"count": len(ids), "max_model_len": self._max_context, "tokens": ids.tolist(), "token_strs": texts}
-        return JSONResponse(told)
+        answer = {"count": len(ids), "max_model_len": self._max_context, "tokens": ids.tolist(), "token_strs": texts}
+        return JSONResponse(answer)
 
     async def _detokenize(self, request: Request) -> Response:
         """The text of token ids."""
@@ -226,7 +226,7 @@ class ModelApp:
             first += count
 
     async def _events(
-        self, chunk: SampleChunk | None, chunks: AsyncGenerator[SampleChunk, None], reply: Reply
+        self, chunk: SampleChunk | None, chunks: AsyncGenerator[SampleChunk, None], reply: ReplyForm
     ) -> AsyncGenerator[bytes, None]:
         version = BASE_MODEL
         try:
@@ -346,10 +346,10 @@ class ServeBackend(PolicyClient):
                 return
             except (RayError, RayServeException, RLVLMError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                refused = isinstance(error, RayTaskError) and not isinstance(cause, ReplicaUnavailableError)
+                rejected = isinstance(error, RayTaskError) and not isinstance(cause, ReplicaUnavailableError)
                 pause = JITTER.uniform(0, min(2.0, 0.05 * 2**attempt))
-                if started or refused or time.monotonic() + pause >= deadline:
-                    what = "The replica refused" if refused else "The replica died while it answered"
+                if started or rejected or time.monotonic() + pause >= deadline:
+                    what = "The replica rejected" if rejected else "The replica died while it answered"
                     raise GenerationFailedError(f"{what} the request: {one_line(cause or error)}") from error
             except BaseException:  # the client is gone
                 response.cancel()

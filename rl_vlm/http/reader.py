@@ -37,7 +37,7 @@ from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Grammar, Message, SamplingParams, UserInputError, as_rgb
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wrong about the media type
-# Below this a sample is the greedy one; engines refuse temperatures between it and 0.
+# Below this a sample is the greedy one; engines reject temperatures between it and 0.
 _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
 _AS_SENT = (
@@ -47,8 +47,8 @@ _AS_SENT = (
 
 _FETCH_S = 10.0
 
-# What a model is told whose template knows no tools, in the form that most models were trained on.
-_TOOLS_TOLD = """# Tools
+# The system message for a model whose template knows no tools, in the form that most models were trained on.
+_TOOLS_MESSAGE = """# Tools
 
 You may call these functions:
 <tools>
@@ -145,7 +145,7 @@ class RequestReader:
                 ids = np.array(prompt, dtype=np.int32)
                 if ids.max() >= codec.num_known_tokens:
                     raise RequestError(400, f"The prompt holds {ids.max()}, which is no token's id.", param="prompt")
-            if len(images) < (ids == codec.image_token_id).sum():  # as an earlier reply told them
+            if len(images) < (ids == codec.image_token_id).sum():  # as an earlier reply gave them
                 ids = self._text.collapse(ids, images)
             expanded = self._text.expand(ids, images, name)
             self._check_length(len(expanded), "prompt")
@@ -255,10 +255,10 @@ class RequestReader:
             role = "system" if message.role == "developer" else message.role
             conversation.append(Message(role, tuple(content), fields))
         if shown and not codec.uses("tools"):
-            told = _TOOLS_TOLD.format(tools="\n".join(map(json.dumps, shown)))
+            system = _TOOLS_MESSAGE.format(tools="\n".join(map(json.dumps, shown)))
             if conversation[0].role == "system":
-                told = f"{conversation.pop(0).text}\n\n{told}"
-            conversation.insert(0, Message.of("system", told))
+                system = f"{conversation.pop(0).text}\n\n{system}"
+            conversation.insert(0, Message.of("system", system))
         encode = partial(
             codec.encode_prompt, thinking=template.enable_thinking if template else None, tools=shown, ending=ending
         )
@@ -271,7 +271,7 @@ class RequestReader:
                     raise
                 span = encode(_system_first(conversation))
         except TemplateError as error:
-            raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
+            raise UserInputError(f"The model's chat template rejects this conversation: {error}.") from error
         ids = self._text.expand(span.token_ids, span.images)
         self._check_length(len(ids), "messages")
         return span, ids
@@ -319,8 +319,8 @@ class RequestReader:
 
 def _system_first(conversation: Sequence[Message]) -> list[Message]:
     """For templates that have a place for one system message: all of them in one. Agents add some on their way."""
-    told = "\n\n".join(message.text for message in conversation if message.role == "system")
-    return [Message.of("system", told), *(message for message in conversation if message.role != "system")]
+    system = "\n\n".join(message.text for message in conversation if message.role == "system")
+    return [Message.of("system", system), *(message for message in conversation if message.role != "system")]
 
 
 def image_file(uri: str, limits: HTTPSection, seconds: float = _FETCH_S) -> bytes:

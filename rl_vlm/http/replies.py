@@ -80,8 +80,8 @@ class Asked:
 
     request: GenerationRequest
     prompt_ids: np.ndarray  # int32 [P], with every token of the images
-    thinks: bool = False  # thoughts are told apart; `sampling.opened_thought`: the answer begins within one
-    tools: Tools | None = None  # calls of these are told apart
+    thinks: bool = False  # thoughts are parted from the answer; `sampling.opened_thought`: it begins within one
+    tools: Tools | None = None  # calls of these are parted from the answer
     forced: str | None = None  # the answer is a list of calls (""), or the arguments of this tool
     parallel: bool = True  # whether several calls are passed on
     scores_only: bool = False  # no answer is wanted; the engine gives one token all the same
@@ -99,7 +99,7 @@ class AnswerReader:
             self._calls.feed(_LIST_MARK, last=False)
 
     def feed(self, text: str, last: bool) -> Content:
-        """The fields of a delta: `reasoning`, `content` and `tool_calls`, those that have grown."""
+        """The fields of a delta: `reasoning`, `content` and `tool_calls`, as far as they have grown."""
         thought, text = self._part_thought(text, last)
         content = {"reasoning": thought} if thought else {}
         if self._asked.forced:
@@ -156,13 +156,13 @@ class _Growing:
     logprobs: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
     scores: Sequence[TopLogprobs] = ()  # of the prompt from its second token on
-    num_chars: int = 0  # of the tokens that are told
+    num_chars: int = 0  # of the tokens that were sent
 
 
-class Reply(ABC):
+class ReplyForm(ABC):
     """The reply to one request of one or more prompts, whose samples are numbered through, whole or in chunks.
 
-    Subclasses give its form; `body` says what the client wants to be told, `model` which model answers.
+    Subclasses give its form; `body` says what the client wants to know, `model` which model answers.
     """
 
     says_done = True  # a stream ends with [DONE]
@@ -202,7 +202,7 @@ class Reply(ABC):
         sample.logprobs += new.logprobs.tolist()[: len(ids)]
         sample.top += new.top_logprobs[: len(ids)]
         text, places = sample.text.feed(ids, last)
-        if self._body.return_token_ids:  # each token that is told then has its log-probability, as at vLLM
+        if self._body.return_token_ids:  # each token then has its log-probability, as at vLLM
             places = range(len(sample.token_ids) - len(ids), len(sample.token_ids))
         return sample, text, places
 
@@ -229,12 +229,12 @@ class Reply(ABC):
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-class ChoicesReply(Reply):
+class ChoicesReply(ReplyForm):
     """A reply with a choice for each sample."""
 
     kind: str
     chunk_kind: str
-    has_prompts = False  # each choice tells its own prompt
+    has_prompts = False  # each choice has its own prompt
 
     def whole(self, completions: Sequence[Completion]) -> Content:
         samples = [(completion, sample) for completion in completions for sample in completion.samples]
@@ -256,8 +256,8 @@ class ChoicesReply(Reply):
             return []
         content = self._content(self.chunk_kind, new.policy_version, [choice], None)
         if first and self._body.return_token_ids:
-            told = choice if self.has_prompts else content
-            told["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
+            fields = choice if self.has_prompts else content
+            fields["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
         return [content]
 
     def end(self, version: int) -> list[Content]:
@@ -293,15 +293,15 @@ class ChoicesReply(Reply):
         return "tool_calls" if sample.answer.num_calls and not sample.asked.forced else "stop"
 
     def _of_prompt(self, completion: Completion) -> Content:
-        told: Content = {}
+        fields: Content = {}
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = completion.prompt_ids.tolist()
+            fields["prompt_token_ids"] = completion.prompt_ids.tolist()
         if self._body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
-        return told
+            fields["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
+        return fields
 
     def _prompt_place(self, place: TopLogprobs) -> Content:
-        """As vLLM tells it: the prompt's own token first; the rank only of those that are among the most likely."""
+        """As vLLM writes it: the prompt's own token first; the rank only where it is among the most likely."""
         ranks = {token: rank for rank, (token, _) in enumerate(place[1:], 1)}
         return {
             str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": self._text_of(token)}
@@ -341,26 +341,26 @@ class TextReply(ChoicesReply):
         return {"text": self._codec.text_of(sample.asked.prompt_ids) + text if echo else text}
 
     def _logprobs(self, sample: _Growing, places: range) -> Content:
-        told: Content = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        fields: Content = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-        def tell(token: int, value: float | None, top: TopLogprobs) -> None:
+        def add(token: int, value: float | None, top: TopLogprobs) -> None:
             words = self._text_of(token)
-            told["tokens"].append(words)
-            told["token_logprobs"].append(value)
+            fields["tokens"].append(words)
+            fields["token_logprobs"].append(value)
             # Parts of characters may share a text: the likeliest one counts.
             likely = {self._text_of(other): score for other, score in reversed(top)}
-            told["top_logprobs"].append(None if value is None else {words: value} | likely)
-            told["text_offset"].append(sample.num_chars)
+            fields["top_logprobs"].append(None if value is None else {words: value} | likely)
+            fields["text_offset"].append(sample.num_chars)
             sample.num_chars += len(words)
 
         if self._body.echo and not sample.num_chars:
             first, *others = sample.asked.prompt_ids.tolist()
-            tell(first, None, ())
+            add(first, None, ())
             for token, place in zip(others, sample.scores, strict=True):
-                tell(token, place[0][1], place[1:])
+                add(token, place[0][1], place[1:])
         for k in places:
-            tell(sample.token_ids[k], sample.logprobs[k], sample.top[k] if sample.top else ())
-        return told
+            add(sample.token_ids[k], sample.logprobs[k], sample.top[k] if sample.top else ())
+        return fields
 
 
 def fingerprint(version: int, policy: str = POLICY) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's responses API, without state: a request is read as a chat, and its answer is told as items and events."""
+"""OpenAI's responses API, without state: a request is read as a chat, and its answer becomes items and events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from rl_vlm.http.replies import Content, Reply
+from rl_vlm.http.replies import Content, ReplyForm
 from rl_vlm.http.schema import ChatRequest
 from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
 
@@ -27,8 +27,8 @@ class ResponsesRequest(ChatRequest):
         chat = {name: value for name, value in data.items() if name not in ("input", "instructions", "text")}
         asked, text, choice = data["input"], data.get("text") or {}, data.get("tool_choice")
         items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        told = [{"role": "system", "content": data["instructions"]}] if data.get("instructions") else []
-        chat["messages"] = [*told, *_messages(items)]
+        instructions = [{"role": "system", "content": data["instructions"]}] if data.get("instructions") else []
+        chat["messages"] = [*instructions, *_messages(items)]
         if "max_output_tokens" in chat:
             chat["max_completion_tokens"] = chat.pop("max_output_tokens")
         if isinstance(text, dict) and isinstance(form := text.get("format"), dict):
@@ -87,7 +87,7 @@ def _messages(items: Any) -> Iterator[dict[str, Any]]:
         yield said
 
 
-class ResponseReply(Reply):
+class ResponseReply(ReplyForm):
     """A `response`, whole or as its events."""
 
     says_done = False

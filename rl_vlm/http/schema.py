@@ -92,7 +92,7 @@ class FunctionCall(_In):
         return f'\n<tool_call>\n{{"name": {json.dumps(self.name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
-class ToolCall(_In):
+class MessageToolCall(_In):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -102,7 +102,7 @@ class ChatMessage(_In):
     role: Literal["system", "developer", "user", "tool", "assistant"]
     content: Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_ITEMS, fail_fast=True)
+    tool_calls: list[MessageToolCall] | None = Field(None, max_length=_MAX_ITEMS, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
@@ -237,7 +237,7 @@ _told: set[str] = set()  # unknown fields that the log has named
 
 class SampledRequest(BaseModel):
     """What all requests for samples share. A field that is None counts as absent. One that would change the answer and
-    is not supported is an error; one that is unknown is ignored, told in the log and in a header."""
+    is not supported is an error; one that is unknown is ignored, and named in the log and in a header."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -281,7 +281,7 @@ class SampledRequest(BaseModel):
         if not isinstance(data, dict):
             return data
         if len(data) > _MAX_FIELDS:
-            raise ValueError(f"the body has {len(data)} fields: leave out those that are not known here")
+            raise ValueError(f"the body has {len(data)} fields: leave out unknown ones")
         known = cls.model_fields.keys() - {"ignored_fields"}
         given, ignored = dict[str, Any](), list[str]()
         for name, value in data.items():
@@ -310,7 +310,7 @@ class SampledRequest(BaseModel):
 
     @property
     def top(self) -> int | None:
-        """How many alternatives are told at each place; None where no log-probabilities are."""
+        """How many alternatives each place has; None where no log-probabilities are."""
         return None
 
     @property
@@ -438,7 +438,7 @@ class CompletionRequest(SampledRequest):
 
     @property
     def scores(self) -> int | None:
-        """How many alternatives are told of each prompt token; None where nothing is told."""
+        """How many alternatives each prompt token has; None where none are asked for."""
         asked = [self.logprobs] * self.echo + [self.prompt_logprobs]
         return max((one for one in asked if one is not None), default=None)
 

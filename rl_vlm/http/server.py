@@ -21,7 +21,7 @@ from rl_vlm.types import UserInputError
 
 # uvicorn bounds neither how many connections there are nor how long one is silent. A connection is *waiting* while it
 # owes the server the headers of a request. At a limit the one that has waited longest is closed for a new one, so that
-# silent connections keep nobody out; a new one is rejected where all others have requests that are being answered.
+# silent connections keep no client out; a new one is rejected where all others have requests that are being answered.
 
 _OTHER_DESCRIPTORS = 128  # left for files, pipes and Ray's own connections
 _LEAST_CONNECTIONS = 16

@@ -193,9 +193,9 @@ def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 # A row's tokens are its prompt (segment 0), continuations (1, 2, ...) one after the other, and padding (-1). Prompt
 # and first continuation are plain causal attention; each further continuation is a call of its own, whose keys are the
 # prompt's and its own. On a GPU in 16 bits all of them are one call. (Flex attention takes segments as its mask, but
-# refuses gradients on a CPU.)
+# rejects gradients on a CPU.)
 
-# The later versions of torch refuse groups of heads without being told of them, and the earlier ones take them.
+# The later versions of torch reject groups of heads unless asked for them, and the earlier ones take them.
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 _AMPERE = (8, 0)  # the first GPUs with flash attention
 
@@ -300,7 +300,7 @@ class SegmentLayout:
         sequences = Sequences.of(later, len(segments), segments.shape[1], device)
         return cls(later, longest_prompt, mask.tril(longest_prompt), sequences)
 
-    def pays(self, length: int, call_cost: int) -> bool:
+    def is_faster(self, length: int, call_cost: int) -> bool:
         """Whether this is cheaper than dense masks of `length`; a further call costs as much as so many pairs."""
         saved = 0
         for members in self.later.values():

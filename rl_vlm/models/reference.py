@@ -68,7 +68,7 @@ _PIECE_BYTES, _PIECES = 4096, 1024  # of a file of weights, evenly spread
 def hash_model(folder: Path) -> str:
     """A hash of a model folder's text files and of 4 MiB of each weight file, in milliseconds for gigabytes.
 
-    It tells a merged adapter or a trained model from its base, but not an edit of single numbers. Raises OSError.
+    It differs for a merged adapter or a trained model, but not for an edit of single numbers. Raises OSError.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""The adapters of a served model: its own, and those that clients load, each a policy with versions of its own."""
+"""The adapters of a served model: its own, and the ones that clients load, each a policy with versions of its own."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_servable(payload: AdapterPayload, config: PolicyConfig, what: str) -> 
 
 
 def adapter_folder(path: str, limits: HTTPSection) -> Path:
-    """The folder that a client names, absolute or from `http.adapter_root`. Raises UserInputError, which tells nothing
+    """The folder that a client names, absolute or from `http.adapter_root`. Raises UserInputError, which says nothing
     of other files, unless it and its files lie below that, links followed, and are ordinary and not too large."""
     top = Path(limits.adapter_root or "").resolve()
     try:

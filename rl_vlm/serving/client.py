@@ -23,12 +23,12 @@ from rl_vlm.waiting import JITTER
 
 logger = logging.getLogger(__name__)
 
-_ENCODE_TIMEOUT_S = 5.0  # of the call that tells a replica which images come next
+_ENCODE_TIMEOUT_S = 5.0  # of the call that names the images that come next
 _RETRYABLE = (ActorDiedError, ActorUnavailableError, RayActorError, BackPressureError, RayServeException)
 
 
 class GenerationFailedError(RLVLMError):
-    """A request got no answer within its deadline, or the engine refused it.
+    """A request got no answer within its deadline, or the engine rejected it.
 
     Do: read the replicas' logs, or raise `serving.request_timeout_s`.
     """
@@ -44,7 +44,7 @@ class PolicyClient:
     # Places (in the order of ids) of the replicas for new work: requests of one moment are spread over them, one call
     # each. With one home of its own, an env runner's requests form one batch on one replica.
     homes: Sequence[int]
-    # Send requests of the same moment in common calls. A call ends when its slowest request does, so this pays when
+    # Send requests of the same moment in common calls. A call ends when its slowest request does, so this helps when
     # answers are short (a Serve call costs milliseconds) and hurts when they are long.
     coalesce: bool = True
     handle: Any = None  # the deployment handle; looked up when None
@@ -158,7 +158,7 @@ class PolicyClient:
             except (RayTaskError, TaskCancelledError, RLVLMError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 if not isinstance(cause, (ReplicaUnavailableError, TaskCancelledError)):
-                    raise GenerationFailedError(f"The engine refused {len(requests)} requests: {cause}") from error
+                    raise GenerationFailedError(f"The engine rejected {len(requests)} requests: {cause}") from error
                 reason = error
             attempt += 1
             self.retries += 1

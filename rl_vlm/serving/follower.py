@@ -128,7 +128,7 @@ class Follower:
                 self._load_soon(policy)
 
     async def _sleep(self, asleep: bool) -> None:
-        """Sleep, or wake. The next call of `watch` tells the registry."""
+        """Sleep, or wake. The next call of `watch` reports it."""
         async with self._one_load:
             if asleep == self.life.asleep:
                 return  # a version that came meanwhile has woken it
@@ -142,7 +142,7 @@ class Follower:
                 self.life.asleep = reached
 
     async def _notify(self) -> None:
-        """Let requests come once what must be loaded before is loaded, and look again at those that wait."""
+        """Let requests come once what must be loaded before is loaded, and look again at waiting ones."""
         known = self.policies.values()
         if not self.eager or (known and not any(policy.behind for policy in known)):  # `known` fills as the run joins
             self.life.started = True

@@ -39,14 +39,14 @@ class Lifecycle:
         return ReplicaState.SERVING if self.started else ReplicaState.STARTING
 
     @property
-    def refuses(self) -> bool:
+    def rejects(self) -> bool:
         """Whether requests go elsewhere. Where a first load fails, another replica may have started already."""
         return bool(self.death or self.failed_probes or (self.load_error and not self.started))
 
     @property
     def ready(self) -> bool:
         """Whether a request may start now, if its version is there. Else it waits for the start, or for the engine."""
-        return self.started and not self.asleep and not self.refuses
+        return self.started and not self.asleep and not self.rejects
 
     def load(self) -> None:
         """A version was loaded, so loading works."""

@@ -1,4 +1,4 @@
-"""VersionRegistry: the actor that knows the newest version of every policy of a service and tells every replica.
+"""VersionRegistry: the actor that knows the newest version of each policy of a service and announces it to replicas.
 
 Replicas keep one call open each (`watch`); a publication answers all of them at once. A replica that starts late,
 restarts or misses a call asks again and gets the newest versions. An acknowledgement carries the hash of what the
@@ -166,7 +166,7 @@ class VersionRegistry:
             await self._notify()
 
     async def publish(self, published: Published) -> bool:
-        """Make a version the newest of its policy and tell all replicas; False: the policy has no tenant, so join
+        """Make a version the newest of its policy and announce it to replicas; False: the policy has no tenant, so join
         again. A repeated call changes nothing. Raises PublishError."""
         if not await self.renew(published.policy):
             return False
@@ -198,7 +198,7 @@ class VersionRegistry:
         return known
 
     async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
-        """Let all replicas sleep until the next version, or wake; returns those that do not within `timeout_s`."""
+        """Let all replicas sleep until the next version, or wake; returns the ones that do not within `timeout_s`."""
         self._sleep = sleep
 
         def late() -> set[str]:

@@ -259,7 +259,7 @@ class VLMServer:
 
     def _may_start(self, policy: str, wanted: int) -> bool:
         """Raises ReplicaUnavailableError when the request must go elsewhere."""
-        if self._life.refuses:
+        if self._life.rejects:
             raise ReplicaUnavailableError(
                 f"Replica {self.replica_id} is {self._life.state}. {self._life.death or self._life.load_error}".strip()
             )

@@ -21,8 +21,8 @@ def home_session(place: int) -> str:
 def homes(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
     """The home replicas of one of a run's callers, spread evenly; every replica serves at least one caller.
 
-    With autoscaling there are homes for the most replicas that there can be: places beyond those that run begin again
-    at the first, and a new replica gets requests at once. On shared replicas each caller has one, counted from the
+    With autoscaling there are homes for the largest number of replicas: places beyond the running ones begin again at
+    the first, and a new replica gets requests at once. On shared replicas each caller has one, counted from the
     policy's own home, so that few replicas must load the policy.
     """
     if serving.shared:

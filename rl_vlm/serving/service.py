@@ -162,8 +162,8 @@ class PolicyService:
         """Give a version to the registry. One that is dying, and a full object store, are waited for; then this raises
         ServingError.
 
-        Replicas are not waited for: requests carry the version that they need. Returns who has loaded the newest
-        version that was acknowledged before this one, and after how long; None before the first acknowledgement.
+        It does not wait for replicas: requests carry the version that they need. Returns which replicas have loaded the
+        newest version that was acknowledged before this one, and after how long; None before the first acknowledgement.
         """
         payload, published = replace(payload, policy=self.key.policy), None
         deadline = time.monotonic() + self._serving.publish_timeout_s
@@ -195,10 +195,10 @@ class PolicyService:
         try:
             late = ray.get(self._registry.let_sleep.remote(sleep, limit), timeout=limit + _ATTEMPT_S)
         except (RayActorError, GetTimeoutError) as error:
-            logger.warning("The replicas were not told to %s: %s", wanted, error)  # a new registry lets them wake
+            logger.warning("The replicas were not asked to %s: %s", wanted, error)  # a new registry lets them wake
             return
         if late:
-            logger.warning("Replicas %s were told to %s and did not within %g s.", ", ".join(late), wanted, limit)
+            logger.warning("Replicas %s were asked to %s and did not within %g s.", ", ".join(late), wanted, limit)
 
     def newest_version(self) -> int:
         """0 before the first publication."""

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _FIRST_USER_S = 60.0  # how long a service waits for its first tenant
 _LINGER_S = 2.0  # and how long after its last one, for a run that is about to come
 _TICK_S = 1.0
-_TELL_S = 5.0  # how long a service that could not start says why
+_REPORT_FAILURE_S = 5.0  # how long a service that could not start says why
 _STALL_S = 2.0  # by which a tick is late where this process was stopped, or its machine did not get to it
 _END_S = 120.0  # how long to try to delete the application
 
@@ -134,7 +134,7 @@ class SharedRegistry(VersionRegistry):
             await asyncio.to_thread(deploy_shared, self._model, self._config, shared_id(self._name), restarted)
             self._deployed = True
         except Exception as error:
-            if not restarted:  # tenants are told
+            if not restarted:  # tenants learn why
                 self._failure = f"The shared service {self._name!r} could not be started: {error}"
             raise
 
@@ -148,10 +148,10 @@ class SharedRegistry(VersionRegistry):
                 tenant.deadline += late
 
     async def _end(self) -> None:
-        """Delete the application, then this actor. A run that joins meanwhile is told to come again."""
+        """Delete the application, then this actor. A run that joins meanwhile must come again."""
         self._closing = True
         if self._failure:
-            await asyncio.sleep(_TELL_S)
+            await asyncio.sleep(_REPORT_FAILURE_S)
         name = app_name(shared_id(self._name))
         try:
             # Serve's controller may be being restarted. Where Serve is gone replicas end by themselves.

@@ -280,7 +280,7 @@ def test_a_silent_engine_is_suspect_then_dead() -> None:
     life = serving()
     life.fail_probe("no token within 5 s")
     assert life.state is ReplicaState.SUSPECT
-    assert life.refuses
+    assert life.rejects
     assert life.probe_due(0.0)  # at once, whatever it produced before
     life.fail_probe("no token within 5 s")
     assert life.state is ReplicaState.DEAD
@@ -303,9 +303,9 @@ def test_a_suspect_that_produces_again_is_trusted_again(recovery: str) -> None:
 
 def test_a_first_load_that_fails_does_not_leave_it_starting_for_ever() -> None:
     life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
-    assert (life.state, life.ready, life.refuses) == (ReplicaState.STARTING, False, False)
+    assert (life.state, life.ready, life.rejects) == (ReplicaState.STARTING, False, False)
     life.fail_load("out of memory", now=5.0)
-    assert (life.state, life.refuses) == (ReplicaState.STARTING, True)
+    assert (life.state, life.rejects) == (ReplicaState.STARTING, True)
     life.fail_load("out of memory", now=34.9)
     assert life.state is ReplicaState.STARTING
     life.fail_load("out of memory", now=35.0)
@@ -336,7 +336,7 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
         event()
         assert life.state is ReplicaState.DEAD
     assert life.death == "the engine core has died"
-    assert life.refuses
+    assert life.rejects
 
 
 def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent_engine() -> None:
@@ -359,5 +359,5 @@ def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent
             event(*arguments)
             if life.ready:
                 assert life.started and not life.death and not life.failed_probes
-            if not (life.ready or life.refuses):
+            if not (life.ready or life.rejects):
                 assert not life.death

@@ -44,7 +44,7 @@ def flat(ids, *_):
     return np.broadcast_to(np.arange(len(ids)), (3, len(ids))).copy()
 
 report = correctness.Report("broken", "tiny", "cpu")
-with correctness.scratch("tiny") as folder, mock.patch("rl_vlm.models.images.mrope_positions", flat):
+with correctness.scratch("tiny") as folder, mock.patch("rl_vlm.models.families.qwen_vl.mrope_positions", flat):
     bench = correctness.Bench(folder, "tiny", "cpu")
     correctness.check(bench, report, bench.backbone)
 

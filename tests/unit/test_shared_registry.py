@@ -155,7 +155,7 @@ def world(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, seconds in {
             "_TICK_S": 0.01,
             "_LINGER_S": 0.05,
-            "_TELL_S": 0.05,
+            "_REPORT_FAILURE_S": 0.05,
         }.items():
             monkeypatch.setattr(shared, name, seconds)
         monkeypatch.setattr(registry, "POLL_S", 0.2)

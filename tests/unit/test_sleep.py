@@ -81,7 +81,7 @@ async def test_replicas_rest_until_the_next_version() -> None:
     async def turn(registry: VersionRegistry, replicas: list[Replica], version: int) -> None:
         assert await registry.let_sleep(True, 10.0) == []
         for one in replicas:
-            assert one.life.asleep and not one.life.ready and not one.life.refuses
+            assert one.life.asleep and not one.life.ready and not one.life.rejects
         await publish(registry, version)
         await until(lambda: all(one.follower.serves(POLICY, version) for one in replicas))
         assert all(one.life.ready for one in replicas)
@@ -179,9 +179,9 @@ def test_a_resting_replica_is_not_probed() -> None:
     life = Lifecycle(probe_after_s=10.0)
     life.started = True
     life.asleep = True
-    assert not life.probe_due(1e9) and not (life.ready or life.refuses)
+    assert not life.probe_due(1e9) and not (life.ready or life.rejects)
     life.asleep = False
     assert life.probe_due(1e9) and life.ready
     life.asleep = True
     life.die("its engine has died")
-    assert life.refuses
+    assert life.rejects

@@ -128,7 +128,7 @@ class Backbone:
         return [features[image.sha256] for image in images]
 
     def announce_images(self, images: Sequence[EncodedImage]) -> None:
-        """`image_features` is asked for these next: a thread decodes those that are not cached."""
+        """`image_features` is asked for these next: a thread decodes images that are not cached."""
         self._read_ahead.announce(image for image in images if image.sha256 not in self._cache)
 
     def forget_images(self) -> None:
@@ -180,7 +180,7 @@ class Backbone:
             return torch.from_numpy(segments >= 0).to(self.device)
         if self._attention != "dense":
             layout = SegmentLayout.of(segments, self.device)
-            if self._attention == "segments" or layout.pays(segments.shape[1], _CALL_COST[self.device.type]):
+            if self._attention == "segments" or layout.is_faster(segments.shape[1], _CALL_COST[self.device.type]):
                 return layout
         return dense_mask(torch.from_numpy(segments).to(self.device))
 

@@ -127,7 +127,7 @@ class TextModel:
     pads = True  # prompts of several lengths may share a forward pass
 
     def __init__(self, backbone: Backbone, max_positions: int) -> None:
-        self.parts_done = 0  # halves of layers, so that a long forward pass can be told from one that hangs
+        self.parts_done = 0  # halves of layers, so that a long forward pass does not look like one that hangs
         self._text, self._image_token_id = backbone.text, backbone.images.image_token_id
         rope = self._text.config.rope_parameters["rope_type"]
         if rope not in _STATIC_ROPE:

@@ -39,7 +39,7 @@ def driver_gpu(config: CommonConfig) -> int:
 def learner_fraction(config: CommonConfig, card: int) -> float | None:
     """The share of a GPU of `card` bytes that torch may allocate in a learner, CUDA contexts not counted; None: all.
 
-    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told.
+    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was asked for.
     """
     share = config.learner.gpus_per_learner
     here = next((kinds for kinds in place(config) if "learner" in kinds), ["learner"])
