@@ -252,7 +252,7 @@ class ChoicesReply(ReplyForm):
     def chunk(self, new: SampleChunk) -> list[Content]:
         first = not self._samples[new.number].token_ids
         choice = self._choice(new.number, new, last=new.stop_reason is not None, whole=False)
-        if not first and not self._tells(choice):
+        if not first and not self._has_content(choice):
             return []
         content = self._content(self.chunk_kind, new.policy_version, [choice], None)
         if first and self._body.return_token_ids:
@@ -282,7 +282,7 @@ class ChoicesReply(ReplyForm):
     def _logprobs(self, sample: _Growing, places: range) -> Content:
         """The log-probabilities of some of the sample's tokens."""
 
-    def _tells(self, choice: Content) -> bool:
+    def _has_content(self, choice: Content) -> bool:
         """Whether a chunk has anything to say."""
         said = choice.get("delta") or choice.get("text") or (choice["logprobs"] and any(choice["logprobs"].values()))
         return bool(said or choice["finish_reason"] or choice.get("token_ids"))

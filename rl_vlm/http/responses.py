@@ -106,13 +106,13 @@ class ResponseReply(ReplyForm):
 
     def chunk(self, new: SampleChunk) -> list[Content]:
         self._version = new.policy_version
-        begun = [] if self._samples[0].token_ids else [self._told("created"), self._told("in_progress")]
+        begun = [] if self._samples[0].token_ids else [self._status_event("created"), self._status_event("in_progress")]
         return begun + self._grown(new, last=new.stop_reason is not None)
 
     def end(self, version: int) -> list[Content]:
-        return [self._told(self._status)]
+        return [self._status_event(self._status)]
 
-    def _told(self, what: str) -> Content:
+    def _status_event(self, what: str) -> Content:
         return self._event(what, response=self._response())
 
     def _grown(self, new: Sample | SampleChunk, last: bool) -> list[Content]:

@@ -25,6 +25,8 @@ from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Trajectory
 
+pytestmark = pytest.mark.slow
+
 IN_CI = ("internvl", "qwen3_5")
 COMMON = {"learner.lr": 1e-3, "learner.max_grad_norm": 1e9}
 # The answers are those of the model without its adapter.

@@ -79,6 +79,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "stderr": done.stderr}
 
 
+@pytest.mark.slow
 def test_the_learner_is_right_on_a_cpu(ran: dict[str, Any]) -> None:
     figures = ran["correctness"]["figures"]
     assert ran["correctness"]["failed"] == []

@@ -88,6 +88,7 @@ def as_json(schema: Any) -> str:
     return json.dumps(schema, default=float)
 
 
+@pytest.mark.slow
 def test_finished_samples_fit_their_schemas(text: TextSide, decoder: Decoder) -> None:
     """Every schema that llguidance follows, sixteen samples each at temperature 1."""
     finished = {}

@@ -173,6 +173,7 @@ def test_a_loop_of_calls_and_pictures_reaches_the_model_as_its_template_writes_i
     assert [one.sha256 for one in request.images] == [image.sha256]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "zoom"}}])
 def test_a_call_that_is_asked_for_comes_and_fits_its_schema(real: Server, choice: Any) -> None:
     """By a model that answers noise."""
@@ -189,6 +190,7 @@ def test_a_call_that_is_asked_for_comes_and_fits_its_schema(real: Server, choice
             jsonschema.validate(json.loads(arguments), PARAMETERS if name == "zoom" else {"type": "object"})
 
 
+@pytest.mark.slow
 def test_calls_of_strict_tools_fit_their_schemas(real: Server) -> None:
     """A bias for the mark of a call makes a model that answers noise call."""
     mark = real.text.codec.token_id("<tool_call>")
@@ -209,6 +211,7 @@ def test_a_call_that_is_asked_for_is_in_no_answers_form(real: Server) -> None:
     assert choice.message.tool_calls or choice.message.content.startswith("[")
 
 
+@pytest.mark.slow
 def test_a_form_of_answers_leaves_calls_open(real: Server) -> None:
     """An agent that may call tools has a form for its last answer, as at vLLM."""
     schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
@@ -227,6 +230,7 @@ def test_a_form_of_answers_leaves_calls_open(real: Server) -> None:
         assert call.message.tool_calls or call.message.content.startswith("<tool_call>\n{")
 
 
+@pytest.mark.slow
 def test_unions_with_a_discriminator_hold(real: Server) -> None:
     class Left(pydantic.BaseModel):
         kind: Literal["left"]

@@ -59,6 +59,7 @@ def test_patches_equal_the_processors_for_any_size(name: str) -> None:
         assert_equal_patches(processor, noise(rng, int(width), int(height)))
 
 
+@pytest.mark.slow
 def test_a_resize_as_qwens_does_not_import_torchvision() -> None:
     code = (
         "import sys, numpy, PIL.Image as p; from rl_vlm.models.families.qwen_vl import *; "

@@ -87,6 +87,7 @@ def recomputed(tiny_folder: Path) -> list[Completion]:
     return sample(tiny_folder, "recompute")
 
 
+@pytest.mark.slow
 def test_running_samples_go_through_all_versions(kept: list[Completion], recomputed: list[Completion]) -> None:
     for answer in kept + recomputed:
         assert answer.policy_version == VERSIONS[0]

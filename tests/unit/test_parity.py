@@ -16,6 +16,8 @@ from rl_vlm.models.families.generic import Backbone
 from rl_vlm.models.families.processor import ProcessorImages
 from rl_vlm.types import RLVLMError
 
+pytestmark = pytest.mark.slow  # whole models of every family
+
 
 @pytest.fixture
 def parity(monkeypatch: pytest.MonkeyPatch) -> Any:
