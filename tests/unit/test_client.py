@@ -201,7 +201,6 @@ def test_an_answer_that_the_engine_refuses_is_not_asked_for_again() -> None:
         handle = Handle(error)
         (outcome,) = run(client_of(handle), ask("a"))
         assert isinstance(outcome, GenerationFailedError)
-        assert "refused 1 requests" in str(outcome)
         assert str(error.args[0] if not isinstance(error, RayTaskError) else error.cause) in str(outcome)
         assert len(handle.calls) == 1
 
