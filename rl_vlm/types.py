@@ -38,7 +38,7 @@ InFlightUpdates = Literal["keep", "recompute"]
 
 
 class RLVLMError(Exception):
-    """Base of the errors that this package raises on purpose; the message tells the user what to do, and what a file, a
+    """Base of the errors that this package raises on purpose; the message says what to do, and what a file, a
     model or an endpoint put into it reaches no terminal or log raw (see `safe_text`)."""
 
     def __init__(self, *args: object) -> None:
@@ -107,7 +107,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F"):
-        raise UserInputError("The image has pixels of 32 bits, whose range nobody knows: convert it to 8 or 16 bits.")
+        raise UserInputError("The image has pixels of 32 bits, whose range is unknown: convert it to 8 or 16 bits.")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # PIL would cut off at 255
     palette = image.palette.mode if image.palette is not None else ""
@@ -210,8 +210,8 @@ class SamplingParams:
     grammar: Grammar | None = None
     opened_thought: bool = False  # the prompt ends within a thought, which choices and grammar leave free
     max_thought_tokens: int | None = None  # the thought is closed after so many
-    top_logprobs: int = 0  # how many of the most likely tokens are told at every position
-    prompt_logprobs: int | None = None  # the same for the prompt's own tokens; None: nothing is told about them
+    top_logprobs: int = 0  # how many of the most likely tokens are given at every position
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens; None: nothing is given for them
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     bad_words: tuple[str, ...] = ()  # texts whose last token is not sampled behind the others
     min_p: float = 0.0  # leaves out tokens that are less likely than this share of the most likely one

@@ -44,7 +44,8 @@ from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
-from rl_vlm.rollout.tasks import TaskStream, View
+from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.tasks import View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.statistics import mean_kl

@@ -96,7 +96,7 @@ class BatchBuilder:
 
     Args:
         max_tokens: padded tokens per micro-batch; a longer row goes alone.
-        share_prompts: pack the samples of a group into one row where that pays.
+        share_prompts: pack the samples of a group into one row where that is cheaper.
         width: of the language model, where attention is computed by segments; 0: under a dense mask.
     """
 
@@ -115,17 +115,17 @@ class BatchBuilder:
         return [self._stack(batch) for batch in in_batches(rows, fits)]
 
     def _split(self, group: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
-        """The group as one row, or as one row per trajectory when packing does not pay or would be too long."""
+        """The group as one row, or as one row per trajectory when packing is no cheaper or would be too long."""
         if not self._share_prompts or len(group) == 1:
             return [[trajectory] for trajectory in group]
         prefix = self._shared_prompt(group)
         lengths = list(map(len, group))
         packed = prefix + sum(length - prefix for length in lengths)
-        if not prefix or packed > self._max_tokens or not self._pays(packed, prefix, lengths):
+        if not prefix or packed > self._max_tokens or not self._is_cheaper(packed, prefix, lengths):
             return [[trajectory] for trajectory in group]
         return [group]
 
-    def _pays(self, packed: int, prefix: int, lengths: Sequence[int]) -> bool:
+    def _is_cheaper(self, packed: int, prefix: int, lengths: Sequence[int]) -> bool:
         """Whether a row of `packed` tokens costs less than rows of these `lengths`, which share the `prefix`."""
         squares = sum(length**2 for length in lengths)
         if packed**2 <= _MAX_ATTENTION * squares:

@@ -284,7 +284,7 @@ def trajectory_gae(
 ) -> Advantages:
     """One trajectory: float64 turn_rewards [K], token_rewards [T], values [T]; lengths int64 [K] of its turns, none 0.
 
-    "token": the turn's reward is paid with its last token; turns follow each other without a break.
+    "token": the turn's reward comes with its last token; turns follow each other without a break.
     "turn": a turn is one action with one value, that of the state before its first token; all of its tokens share an
     advantage. "bilevel" (VAGEN, arXiv 2510.16907): turns first, with the values before their last tokens; then inside
     each turn GAE over tokens from the turn's advantage at its last token backwards.

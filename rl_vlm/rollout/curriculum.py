@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import CurriculumSection, EnvSection, PolicyConfig
-from rl_vlm.rollout.tasks import Mixture, RolloutTask, TaskItem
+from rl_vlm.rollout.mixture import Mixture, TaskItem
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
 _NEWEST = 256  # episodes over which `curriculum/solve_rate` is the mean

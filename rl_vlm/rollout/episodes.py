@@ -101,7 +101,7 @@ class SampledTurn(Sample):
     replica_id: str = ""
 
 
-async def sample_turns(
+async def request_turns(
     policy: Client, request: GenerationRequest, expected: np.ndarray, name: str, piece: int | None
 ) -> list[SampledTurn]:
     """The `sampling.n` answers to a request, with at most `piece` tokens of a turn in one request (None: all).
@@ -281,13 +281,13 @@ async def run_group(
     if opened is None:
         opened = await open_group(task, pool, text)
     with discard_on_failure(pool, opened.envs):
-        group = await _GroupSampler(task, pool, policy, text, rollout, max_context).sample(opened)
+        group = await _GroupPlayer(task, pool, policy, text, rollout, max_context).play(opened)
     pool.give_back(opened.envs)
     return group
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupSampler:
+class _GroupPlayer:
     """Plays the episodes of one group to their ends.
 
     The first turn is one request with `n = group size`: one prefill and one image encoding for all samples. After that
@@ -301,7 +301,7 @@ class _GroupSampler:
     rollout: RolloutSection
     max_context: int
 
-    async def sample(self, opened: OpenGroup) -> TrajectoryGroup:
+    async def play(self, opened: OpenGroup) -> TrajectoryGroup:
         task, rollout, prompt, expanded = self.task, self.rollout, opened.prompt, opened.expanded
         first = opened.openings[0][0]
         budget = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens, self.max_context - len(expanded))
@@ -312,7 +312,7 @@ class _GroupSampler:
                 f"{self.max_context}: raise it or shrink the images.",
             )
         seeds = [derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size)]
-        turns = await self._sample("0", prompt, expanded, budget, seeds)
+        turns = await self._ask_policy("0", prompt, expanded, budget, seeds)
         opening_state = state_id(first, prompt.images)
         episodes = [
             _Episode(
@@ -330,10 +330,10 @@ class _GroupSampler:
             for number, (env, (_, info)) in enumerate(zip(opened.envs, opened.openings, strict=True))
         ]
         # The first actions are sent to all environments together, later ones by each episode alone.
-        observations = await self._act(episodes, turns)
+        observations = await self._step(episodes, turns)
         await all_ended(
             [
-                self._play_on(episode, observation)
+                self._play_further_turns(episode, observation)
                 for episode, observation in zip(episodes, observations, strict=True)
                 if observation is not None
             ]
@@ -341,7 +341,7 @@ class _GroupSampler:
         trajectories = [_finish(episode, task) for episode in episodes]
         return TrajectoryGroup(task.group_id, task.index, trajectories, task.env, task.stage)
 
-    async def _sample(
+    async def _ask_policy(
         self, name: str, prompt: EncodedSpan, expanded: np.ndarray, budget: int, seeds: Sequence[int], replica: str = ""
     ) -> list[SampledTurn]:
         task, grammar = self.task, self.rollout.grammar
@@ -354,9 +354,9 @@ class _GroupSampler:
             min_version=task.min_version,
             preferred_replica=replica,
         )
-        return await sample_turns(self.policy, request, expanded, task.group_id, self.rollout.partial_tokens)
+        return await request_turns(self.policy, request, expanded, task.group_id, self.rollout.partial_tokens)
 
-    async def _play_on(self, episode: _Episode, observation: Observation | None) -> None:
+    async def _play_further_turns(self, episode: _Episode, observation: Observation | None) -> None:
         """The second and later turns of one episode."""
         task = self.task
         while observation is not None:
@@ -375,10 +375,10 @@ class _GroupSampler:
             number, turn = episode.number, len(episode.turns)
             prompt = EncodedSpan(np.concatenate(episode.ids), tuple(episode.images))
             seed, so_far = derive_seed(task.sampling_seed, number, turn), np.concatenate(episode.spans)
-            turns = await self._sample(f"{number}:{turn}", prompt, so_far, budget, [seed], episode.replicas[-1])
-            (observation,) = await self._act([episode], turns)
+            turns = await self._ask_policy(f"{number}:{turn}", prompt, so_far, budget, [seed], episode.replicas[-1])
+            (observation,) = await self._step([episode], turns)
 
-    async def _act(self, episodes: Sequence[_Episode], turns: Sequence[SampledTurn]) -> list[Observation | None]:
+    async def _step(self, episodes: Sequence[_Episode], turns: Sequence[SampledTurn]) -> list[Observation | None]:
         """Give sampled turns to their environments; None where the episode ended."""
         acting: list[tuple[_Episode, str]] = []
         for episode, sampled in zip(episodes, turns, strict=True):

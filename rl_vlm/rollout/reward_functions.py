@@ -23,7 +23,7 @@ from rl_vlm.rewards.functions import FUNCTIONS
 from rl_vlm.types import Trajectory, UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.rollout.scoring import AnsweredGroup
+    from rl_vlm.rollout.reward_parts import AnsweredGroup
 
 # What every function may take beside the columns.
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

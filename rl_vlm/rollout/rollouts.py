@@ -18,7 +18,8 @@ from rl_vlm.rollout.sampler import (
     Sampler,
     SamplingError,
 )
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream, merged
+from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.statistics import are_equal
 from rl_vlm.tracing import Span, traceparent
 from rl_vlm.types import RLVLMError, TrajectoryGroup

@@ -97,7 +97,7 @@ class Sampler:
             self._open[ref] = _Call([], runner=runner, life=self.runners.lives[runner])
 
     def clear(self) -> None:
-        """Forget all tasks. Calls that run go on, and nobody looks at what they return."""
+        """Forget all tasks. Calls that run go on, and what they return is ignored."""
         self._open.clear()
         self._waiting.clear()
 

@@ -254,7 +254,7 @@ class PolicyRun(RayRun):
                         self._iterate()
                         yield self.last_iteration
         except (SamplingError, TooManyFailuresError, SightError):
-            self._tell_failures()
+            self._report_failures()
             # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have
             # learned.
             if algorithm.updates > max(self.saved_at, 0):
@@ -286,14 +286,14 @@ class PolicyRun(RayRun):
         if self.config.sight.gate == "off":
             return
         sight = self.algorithm.sight
-        self._tell_faults(sight.gate())
+        self._report_faults(sight.gate())
         if sight.needed:
             self.display.message(
                 f"Sight: engine and learner agree within {sight.agreement:.1e} nats per token; a blank image changes "
                 f"answers by {sight.effect:.2g}."
             )
 
-    def _tell_faults(self, faults: Sequence[Fault]) -> None:
+    def _report_faults(self, faults: Sequence[Fault]) -> None:
         for sentence in raise_or_warn(faults, self.config.sight.gate):
             self.display.message(sentence)
 
@@ -304,10 +304,10 @@ class PolicyRun(RayRun):
         self.last_iteration = iteration
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
-        self._tell_failures()
+        self._report_failures()
         self.display.update(iteration, metrics)
         if algorithm.sight_faults and config.sight.gate != "off":
-            self._tell_faults(algorithm.sight_faults)
+            self._report_faults(algorithm.sight_faults)
         hints = [self._skipped_steps.look(iteration, metrics)]
         if iteration == _FIRST and "reward/mean" in metrics:
             hints.append(equal_rewards(self.recorder.column("reward/zero_advantage_groups"), metrics["reward/mean"]))
@@ -327,7 +327,7 @@ class PolicyRun(RayRun):
         if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
             self.evaluate()
 
-    def _tell_failures(self) -> None:
+    def _report_failures(self) -> None:
         for reason in self.recorder.log_failures(self.algorithm.updates, self.algorithm.rollouts.take_failures()):
             self.display.message(f"A group was lost: {reason} (failures.jsonl keeps all reasons)")
 

@@ -94,7 +94,7 @@ def test_the_configurations_about_curricula_pass_a_dry_run(block: str, tiny_fold
 
 def test_the_group_reward_that_is_shown_pays_rare_answers(tmp_path: Path) -> None:
     from rl_vlm.envs.loading import load_plugins
-    from rl_vlm.rollout.scoring import REWARD_PARTS
+    from rl_vlm.rollout.reward_parts import REWARD_PARTS
 
     (block,) = code_blocks(CURRICULA, "python")
     (tmp_path / "rare.py").write_text(block)

@@ -13,7 +13,9 @@ from task_support import solved_group
 
 from rl_vlm.config import parse_config
 from rl_vlm.rollout.curriculum import Curriculum, Stages, blend, make_task_source
-from rl_vlm.rollout.tasks import RolloutTask, TaskItem, TaskStream
+from rl_vlm.rollout.mixture import TaskItem
+from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import UserInputError
 
 TABLES = table("curriculum")

@@ -27,7 +27,8 @@ from rl_vlm.models.reference import ModelReference
 from rl_vlm.rollout.base_env_runner import RunnerConfig
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import RolloutWorker, VLMEnvRunner, share_images
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream
+from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, TrajectoryGroup
 from rl_vlm.zoo.drawing import IMAGE_SIZE
 from rl_vlm.zoo.shapes.environment import ShapesEnv

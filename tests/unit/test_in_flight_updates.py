@@ -20,7 +20,7 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.rollout.episodes import SampledTurn, sample_turns
+from rl_vlm.rollout.episodes import SampledTurn, request_turns
 from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
@@ -143,7 +143,7 @@ def test_a_turn_keeps_the_version_of_every_token(kept: list[Completion], tiny_fo
             return kept[0]
 
     turns: list[SampledTurn] = asyncio.run(
-        sample_turns(Answers(), asked(tiny_folder)[0], kept[0].prompt_ids, "g", piece=None)
+        request_turns(Answers(), asked(tiny_folder)[0], kept[0].prompt_ids, "g", piece=None)
     )
     assert [turn.pieces for turn in turns] == [one.pieces for one in kept[0].samples]
 

@@ -325,7 +325,7 @@ def test_what_was_learned_is_saved_where_sampling_ends_a_run(
     monkeypatch.setattr(PolicyRun, "checkpoint", save)
     run = PolicyRun.__new__(PolicyRun)
     run.algorithm, run.saved_at = SimpleNamespace(updates=updates), 2
-    monkeypatch.setattr(PolicyRun, "_tell_failures", lambda _: None)
+    monkeypatch.setattr(PolicyRun, "_report_failures", lambda _: None)
     with pytest.raises(type(error), match=str(error)):
         list(run.iterations())
     assert saved == ([5] if saves else [])

@@ -17,7 +17,8 @@ from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.outcomes import outcomes_of_groups
 from rl_vlm.evaluation.results import summarize
 from rl_vlm.rollout.metrics import sampling_metrics
-from rl_vlm.rollout.tasks import DataCursor, Mixture, RolloutTask, SolveRateItems, SolveRates
+from rl_vlm.rollout.mixture import DataCursor, Mixture, SolveRateItems, SolveRates
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import UserInputError
 
 

@@ -13,9 +13,11 @@ import pytest
 from task_support import trajectory
 
 from rl_vlm.config import PolicyConfig, parse_config
+from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.rollouts import GroupBuffer, Rollouts, TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError
-from rl_vlm.rollout.tasks import Mixture, RolloutResult, RolloutTask, TaskStream
+from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import TrajectoryGroup
 
 

@@ -15,7 +15,8 @@ from task_support import episode
 from rl_vlm.config import RewardSection
 from rl_vlm.envs.errors import EnvError, reward_parts
 from rl_vlm.rollout.env_pool import GroupFailedError
-from rl_vlm.rollout.scoring import REWARD_PARTS, AnsweredGroup, register_reward_part, score_group, try_parts
+from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, register_reward_part
+from rl_vlm.rollout.scoring import score_group, try_parts
 from rl_vlm.types import Trajectory, TrajectoryGroup, TrajectoryStatus, UserInputError
 
 TEXT: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: "-".join(map(str, ids))))
