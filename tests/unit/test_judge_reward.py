@@ -24,7 +24,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
 from rl_vlm.rewards.judged import quoted, why_not_judged
-from rl_vlm.rollout import scoring as judge_module
+from rl_vlm.rollout import judge as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.scoring import score_group
