@@ -26,28 +26,13 @@ _FRACTIONS = {
 }
 _UNICODE = str.maketrans(
     {
-        **dict.fromkeys("−–—‐‑－", "-"),
-        **dict.fromkeys("\xa0\u2009\u202f\u200b\u3000", " "),
-        **dict.fromkeys("°º˚∘", r"^\circ "),
-        **dict.fromkeys("≤⩽", r"\le "),
-        **dict.fromkeys("≥⩾", r"\ge "),
-        **_GREEK,
-        **_FRACTIONS,
-        **dict.fromkeys("×·⋅", r"\cdot "),
-        **dict.fromkeys("÷⁄∕", "/"),
-        "∞": r"\infty ",
-        "√": r"\sqrt ",
-        "∛": r"\sqrt[3]",
-        "∜": r"\sqrt[4]",
-        "≠": r"\ne ",
-        "≈": r"\approx ",
-        "±": r"\pm ",
-        "∠": r"\angle ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        **dict(zip("％＝，．（）", "%=,.()", strict=True)),
+        **dict.fromkeys("−–—‐‑－", "-"), **dict.fromkeys("\xa0\u2009\u202f\u200b\u3000", " "),
+        **dict.fromkeys("°º˚∘", r"^\circ "), **dict.fromkeys("≤⩽", r"\le "), **dict.fromkeys("≥⩾", r"\ge "), **_GREEK,
+        **_FRACTIONS, **dict.fromkeys("×·⋅", r"\cdot "), **dict.fromkeys("÷⁄∕", "/"), "∞": r"\infty ", "√": r"\sqrt ",
+        "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∠": r"\angle ",
+        "∪": r"\cup ", "∩": r"\cap ", **dict(zip("％＝，．（）", "%=,.()", strict=True)),
     }
-)
+)  # fmt: skip
 # A raised 0 behind a number is how some write a degree sign; a power of 0 has no use there.
 _RAISED_DEGREE = re.compile("(?<=[0-9])⁰(?![⁰¹²³⁴⁵⁶⁷⁸⁹])")
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿˣ", "₀₁₂₃₄₅₆₇₈₉ₐₑₘₙₓ"

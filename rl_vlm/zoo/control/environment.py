@@ -104,13 +104,9 @@ class ControlWordsEnv(EpisodeEnv):
         if self._rewards_success:
             reward, terminated = float(success), terminated or success
         info: Info = {
-            "success": success,
-            "correct": self._correct,
-            "turn": self.turn,
-            "frames": self._count,
-            "well_formed": word is not None,
-            "invalid_actions": self._invalid,
-        }
+            "success": success, "correct": self._correct, "turn": self.turn, "frames": self._count,
+            "well_formed": word is not None, "invalid_actions": self._invalid,
+        }  # fmt: skip
         if terminated or truncated:
             return Reply(reward, None, info, truncated=not terminated)
         shown = question_of(self.words) if word is not None else reminder_of(self.words)

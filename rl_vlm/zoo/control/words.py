@@ -15,15 +15,9 @@ from rl_vlm.types import UserInputError
 Words = Mapping[str, Any]
 # MetaWorld's actions are the hand's velocity in x, y and z, and how firmly the gripper closes.
 METAWORLD: dict[str, tuple[float, ...]] = {
-    "left": (-1, 0, 0, 0),
-    "right": (1, 0, 0, 0),
-    "forward": (0, 1, 0, 0),
-    "back": (0, -1, 0, 0),
-    "up": (0, 0, 1, 0),
-    "down": (0, 0, -1, 0),
-    "grip": (0, 0, 0, 1),
-    "release": (0, 0, 0, -1),
-}
+    "left": (-1, 0, 0, 0), "right": (1, 0, 0, 0), "forward": (0, 1, 0, 0), "back": (0, -1, 0, 0), "up": (0, 0, 1, 0),
+    "down": (0, 0, -1, 0), "grip": (0, 0, 0, 1), "release": (0, 0, 0, -1),
+}  # fmt: skip
 
 
 def choose_words(

@@ -125,15 +125,9 @@ class Geo3kEnv(EpisodeEnv):
         else:
             status, said = "no_answer", r"No tool call and no \boxed{} answer: the episode ends here."
         info: Info = {
-            "turn": self.turn,
-            "status": status,
-            "tool_calls": self._tool_calls,
-            "tool_errors": self._tool_errors,
-            "answer": None,
-            "correct": False,
-            "reply": said,
-            "kind": self._question.kind,
-        }
+            "turn": self.turn, "status": status, "tool_calls": self._tool_calls, "tool_errors": self._tool_errors,
+            "answer": None, "correct": False, "reply": said, "kind": self._question.kind,
+        }  # fmt: skip
         if status == "running":
             return Reply(reward, Observation((Message.of("tool", said),)), info)
         grade = grade_turns(self._turns, truth)

@@ -93,10 +93,8 @@ class GridWalkEnv(EpisodeEnv):
         info: Info = {
             "success": success,
             "outcome": "goal" if success else "hole" if fallen else "turns" if out_of_turns else "walking",
-            "steps": self.turn,
-            "well_formed": move is not None,
-            "shortest_path": self._shortest,
-        }
+            "steps": self.turn, "well_formed": move is not None, "shortest_path": self._shortest,
+        }  # fmt: skip
         if success or fallen:
             return Reply(float(success), None, info)
         return Reply(0.0, self._show(QUESTION if move else EXPECTED), info)

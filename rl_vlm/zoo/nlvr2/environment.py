@@ -91,11 +91,7 @@ class NLVR2Env(EpisodeEnv):
         verdict, label = read_verdict(text), self._pair.label
         correct = verdict.value == label
         info: Info = {
-            "correct": correct,
-            "verdict": verdict.value,
-            "reason": verdict.reason,
-            "well_formed": verdict.value is not None,
-            "label": label,
-            "kind": self._pair.kind,
-        }
+            "correct": correct, "verdict": verdict.value, "reason": verdict.reason,
+            "well_formed": verdict.value is not None, "label": label, "kind": self._pair.kind,
+        }  # fmt: skip
         return Reply(float(correct), None, info)

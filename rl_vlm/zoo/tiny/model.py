@@ -85,16 +85,9 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
         with nullcontext() if known.smol else fast_vision(model):
             for _ in range(ROUNDS):
                 loss = teach(
-                    model,
-                    encoder,
-                    draw,
-                    steps=steps,
-                    batch=known.batch,
-                    rise=known.rise,
-                    rate=known.rate,
-                    buckets=known.buckets,
-                    name=name,
-                )
+                    model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, rate=known.rate,
+                    buckets=known.buckets, name=name,
+                )  # fmt: skip
                 if known.passes(model, encoder):
                     break
     finally:
@@ -115,13 +108,9 @@ def build_processor(variant: str = "small") -> Any:
     if known.smol:
         return smol.build_processor(MAX_LENGTH, known.corpus)
     images = {
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
+        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
         "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
-    }
+    }  # fmt: skip
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
         tokenizer=build_tokenizer(MAX_LENGTH, known.corpus, known.vocabulary),
@@ -140,46 +129,24 @@ def build_config(tokenizer: Any, variant: str = "small") -> Any:
     end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
     return Qwen3VLConfig(
         text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": known.hidden,
-            "num_hidden_layers": known.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32 if known.wide else 16,
-            "intermediate_size": 192,
-            "max_position_embeddings": MAX_LENGTH,
-            "initializer_range": 0.08,
+            "vocab_size": len(tokenizer), "hidden_size": known.hidden, "num_hidden_layers": known.layers,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32 if known.wide else 16,
+            "intermediate_size": 192, "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.08,
             "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6 if known.copies else 1e4,
-                "mrope_section": [8, 4, 4] if known.wide else [4, 2, 2],
-                "mrope_interleaved": True,
+                "rope_type": "default", "rope_theta": 1e6 if known.copies else 1e4,
+                "mrope_section": [8, 4, 4] if known.wide else [4, 2, 2], "mrope_interleaved": True,
             },
-            "tie_word_embeddings": True,
-            "bos_token_id": pad,
-            "eos_token_id": end,
-            "pad_token_id": pad,
+            "tie_word_embeddings": True, "bos_token_id": pad, "eos_token_id": end, "pad_token_id": pad,
         },
         vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "intermediate_size": 128,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": known.hidden,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-            "initializer_range": 0.08,
+            "depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": known.hidden,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "initializer_range": 0.08,
         },
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
+        image_token_id=token_id("<|image_pad|>"), video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"), vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
 
 
 def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:

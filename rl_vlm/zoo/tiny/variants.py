@@ -56,19 +56,8 @@ VARIANTS = {
     "small": Variant("shapes.lesson", 450, 64, rise=1, shipped=True),
     # To answer as a prompt asks: for environments of one's own.
     "words": Variant(
-        "words.lesson",
-        4000,
-        48,
-        version=1,
-        rise=100,
-        wide=True,
-        layers=3,
-        hidden=96,
-        vocabulary=3072,
-        rate=1e-3,
-        buckets=(32, 64, 96, 128),
-        copies=True,
-        shipped=True,
+        "words.lesson", 4000, 48, version=1, rise=100, wide=True, layers=3, hidden=96, vocabulary=3072, rate=1e-3,
+        buckets=(32, 64, 96, 128), copies=True, shipped=True,
     ),
     "wide": Variant("shapes.lesson", 450, 64, rise=1, wide=True),
     "smol": Variant("shapes.lesson", 600, 24, version=1, smol=True),
@@ -91,7 +80,7 @@ VARIANTS = {
     # As scenes, and which of two captions describes a picture better. It reads two captions, compares each with the
     # picture, and then both: two layers are too few.
     "judge": Variant("caption.lesson", 1200, 32, version=1, layers=4),
-}
+}  # fmt: skip
 
 
 def variant_named(name: str) -> Variant:

@@ -162,12 +162,9 @@ class ZoomEnv(EpisodeEnv):
         answer = read_answer(text)
         correct = answer.value == normalized(self._item.answer)
         info: Info = {
-            **self._counted(correct),
-            "answer": answer.value,
-            "reason": answer.reason,
-            "well_formed": answer.value is not None,
-            "truth": self._item.answer,
-        }
+            **self._counted(correct), "answer": answer.value, "reason": answer.reason,
+            "well_formed": answer.value is not None, "truth": self._item.answer,
+        }  # fmt: skip
         return Reply(float(correct), None, info)
 
     def _counted(self, correct: bool = False) -> Info:
