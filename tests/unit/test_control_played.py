@@ -9,12 +9,9 @@ from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.zoo.control.words import read_word
 
 EMPTY = {
-    "env": "MiniGrid-Empty-5x5-v0",
-    "actions": ["left", "right", "forward"],
-    "highlight": False,
-    "tile_size": 8,
+    "env": "MiniGrid-Empty-5x5-v0", "actions": ["left", "right", "forward"], "highlight": False, "tile_size": 8,
     "disjoint": False,
-}
+}  # fmt: skip
 
 
 def minigrid(**kwargs):
@@ -139,17 +136,10 @@ WORDS = {"left": 0, "turn left": 1, "stop": 2}
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("left", "left"),
-        ("LEFT!", "left"),
-        ("I will turn left.", "turn left"),
-        ("<answer>stop</answer>", "stop"),
-        ("**Stop**", "stop"),
-        ("stop or left or", None),
-        ("unstop", None),
-        ("<think>stop</think>", None),
-        ("", None),
+        ("left", "left"), ("LEFT!", "left"), ("I will turn left.", "turn left"), ("<answer>stop</answer>", "stop"),
+        ("**Stop**", "stop"), ("stop or left or", None), ("unstop", None), ("<think>stop</think>", None), ("", None),
         ("left" * 1000, None),
     ],
-)
+)  # fmt: skip
 def test_the_last_word_counts(text, word):
     assert read_word(text, WORDS) == word

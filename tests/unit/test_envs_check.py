@@ -139,14 +139,8 @@ def played(answers, monkeypatch, **console):
 
     monkeypatch.setattr("builtins.input", answer)
     out = io.StringIO()
-    total = play_episode(
-        FINE,
-        {},
-        split="train",
-        index=3,
-        seed=0,
-        console=Console(file=out, width=60, height=30, **console),
-    )
+    screen = Console(file=out, width=60, height=30, **console)
+    total = play_episode(FINE, {}, split="train", index=3, seed=0, console=screen)
     return total, out.getvalue()
 
 

@@ -136,13 +136,8 @@ def test_the_question_comes_with_images_where_its_marks_are_and_a_system_message
         system="Be brief.",
     )
     (system, user), info = env.reset(options={"index": 0})[0].messages, env.reset(options={"index": 0})[1]
-    assert system.text == "Be brief." and [type(part).__name__ for part in user.parts] == [
-        "str",
-        "EncodedImage",
-        "str",
-        "EncodedImage",
-        "str",
-    ]
+    kinds = [type(part).__name__ for part in user.parts]
+    assert system.text == "Be brief." and kinds == ["str", "EncodedImage", "str", "EncodedImage", "str"]
     assert info["truth"] == "true"
 
 

@@ -55,13 +55,8 @@ def digest(folder: Path) -> dict[str, str]:
 
 def test_the_folder_is_small_and_complete(folder: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "chat_template.jinja",
-    } <= set(sizes)
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert needed <= set(sizes)
     assert sum(sizes.values()) < 5_000_000
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())

@@ -113,18 +113,13 @@ def test_calls_arrive_as_they_were_meant_wherever_the_answer_is_cut(form: str) -
 
 WRONG = {
     "hermes": [
-        "{}",
-        '{"name": 5}',
-        '{"arguments": {}}',
-        "{'name': 'zoom'}",
-        '{"name": "zoom", "arguments": 5}',
-        "zoom()",
+        "{}", '{"name": 5}', '{"arguments": {}}', "{'name': 'zoom'}", '{"name": "zoom", "arguments": 5}', "zoom()",
         "",
     ],
     "qwen3_coder": ["<function=>\n</function>", "<function=zoom", f"<function={'z' * 65}>\n</function>"],
     "mistral": ["zoom", "{}", "zoom(5)", '[{"name": 5}]', "[", '["zoom"]', "zoom{5}"],
     "gemma4": ["zoom{}", "call:zoom", "call:zoom{number}", "call:{}", "call:zoom{number:}", "call:zoom{items:[}"],
-}
+}  # fmt: skip
 MARKS = {
     "hermes": ("<tool_call>", "</tool_call>"), "qwen3_coder": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]", ""),
     "gemma4": ("<|tool_call>", "<tool_call|>"),
@@ -210,18 +205,8 @@ def test_vllms_parsers_read_the_same(form: str) -> None:
     from rl_vlm.zoo.tiny.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(4096)
-    tokenizer.add_tokens(
-        [
-            "<|python_tag|>",
-            "[TOOL_CALLS]",
-            "[ARGS]",
-            "<|tool_call>",
-            "<tool_call|>",
-            '<|"|>',
-            "<|channel>",
-            "<channel|>",
-        ]
-    )
+    gemmas = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"]
+    tokenizer.add_tokens(["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *gemmas])
     tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice="auto")
     parser = ToolParserManager.get_tool_parser(form)

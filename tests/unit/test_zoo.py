@@ -129,12 +129,8 @@ def test_gymnasium_finds_nothing_wrong(env: VisionEnv) -> None:
 
 
 NEEDED: dict[str, dict[str, Any]] = {"Control-v0": {"env": "CartPole-v1"}, "QA-v0": {"data": GEO3K}}
-OF_DATA = (
-    "data",
-    "columns",
-    "split_column",
-    "test_share",
-)  # what they say is compared with the data when these are first asked for
+# What these say is compared with the data when the data are first asked for.
+OF_DATA = ("data", "columns", "split_column", "test_share")
 # What YAML can hold, and a set, an object and bytes from Python.
 ODD: tuple[Any, ...] = (
     "{}", "", "3 4", [], ["x"], [[1]], ["left", 3], {}, {"a": 1}, {"train": 3}, {"up": "x"}, math.nan, -math.inf, -1, 0, 1.5, 10**400,

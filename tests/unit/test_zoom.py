@@ -103,12 +103,7 @@ def test_a_crop_is_named_in_thousandths_of_the_picture() -> None:
     assert read_crop(f"It is small.\n{call(500, 0, 250.5, 1000)}") == Crop(500, 0, 250.5, 1000)
     assert read_crop("Answer: rows") is None
     assert read_crop("zoom top left") is None  # only the brief form
-    for name, (x, y) in {
-        "top left": (0, 0),
-        "top right": (500, 0),
-        "bottom left": (0, 500),
-        "bottom right": (500, 500),
-    }.items():
+    for name, (x, y) in zip(CORNERS, ((0, 0), (500, 0), (0, 500), (500, 500)), strict=True):
         assert read_crop(f"See {name}\nzoom {name}.", brief=True) == Crop(x, y, 500, 500)
     for text in ("zoom", "zoom left top", "zooms top left", "zoom top left now", "zoom middle"):
         assert read_crop(text, brief=True) is None
