@@ -8,9 +8,10 @@ from rl_vlm.asking import Client, Endpoint, HTTPEndpoint, ServedEndpoint
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.labels import Labeller
-from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
+from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.similarity import Similarity
 from rl_vlm.labelling.teachers import ScriptedTeacher
+from rl_vlm.labelling.templates import TaskPrompts
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from rl_vlm.asking import Answer, Ask, Endpoint, EndpointError, Question, ask_ag
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.answers import CHOICES, SCORE_CHOICES, read_label, read_score
 from rl_vlm.labelling.labels import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
-from rl_vlm.labelling.prompts import TaskPrompts
+from rl_vlm.labelling.templates import TaskPrompts
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message

@@ -31,7 +31,7 @@ PLAIN = LabelsSection(steps=1, both_orders=False, guided=False)
 
 
 class Server:
-    """Keeps what it was sent and replies what it was told."""
+    """Keeps what it was sent and gives its replies in turn."""
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
@@ -103,7 +103,7 @@ def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(
     chosen = endpoint(server, logprobs=False)
     assert asked(chosen)[0].value == 1 and asked(chosen)[0].value == 1
     assert ["structured_outputs" in request for request in server.requests] == [True, False, False]
-    assert len(caplog.messages) == 1  # it is told once
+    assert len(caplog.messages) == 1  # the warning comes once
 
 
 def test_a_reason_and_a_verdict_are_asked_for_as_openai_asks_for_json(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,11 +148,8 @@ def test_a_busy_server_is_asked_again() -> None:
         ((401, {"detail": "no token"}), "HTTP 401.*no token"),
         ((400, b"bad"), "HTTP 400: bad"),
         ({"choices": []}, "no chat completion"),
-        ({"error": "x"}, "no chat completion"),
         ({"choices": [{"message": {"content": [{"type": "text", "text": "1"}]}}]}, "no chat completion"),
-        ({"choices": [{"message": {"content": 1}}]}, "no chat completion"),
         ({"choices": [{"message": {"content": 0}}]}, "no chat completion"),
-        ({"choices": [{"message": {"content": []}}]}, "no chat completion"),
         ([1], "no chat completion"),
     ],
 )

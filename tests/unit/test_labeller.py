@@ -26,7 +26,8 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.answers import read_label, read_score
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.labels import Label, Labeller, SegmentPair, encode, picture_of
-from rl_vlm.labelling.prompts import TASKS, Templates, load_prompts, task_prompts
+from rl_vlm.labelling.prompts import TASKS, load_prompts, task_prompts
+from rl_vlm.labelling.templates import Templates
 from rl_vlm.models.families.qwen_vl import patchify
 from rl_vlm.preference.sessions import LabellerDownError, label_session
 from rl_vlm.types import Message, UserInputError

@@ -219,25 +219,17 @@ def test_labellers_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("source", "family"), [("clip", "clip"), ("itm", "blip-2")])
-def test_models_of_picture_and_text_compute_where_the_run_says(
-    source: str, family: str, monkeypatch: pytest.MonkeyPatch
+def test_reward_model_and_labeller_compute_on_the_device_of_the_run(
+    source: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
     monkeypatch.setattr("rl_vlm.labelling.building.Similarity", lambda *given: found.append(given))
-    build_labeller(LabelsSection(source=source, frames=2), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
-    ((families, _, text, *rest),) = found
-    assert family in families and text == "The soccer ball is in the goal." and rest == ["cuda:1", 2]
-
-
-def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
     monkeypatch.setattr("rl_vlm.preference.feedback.driver_device", lambda run: "meta")
-    monkeypatch.setattr("rl_vlm.preference.feedback.RewardEnsemble", lambda *given: found.append(given[-1]))
-    monkeypatch.setattr("rl_vlm.preference.feedback.Feedback", lambda *_: None)
-    monkeypatch.setattr("rl_vlm.labelling.building.build_labeller", lambda *given: found.append(given[-1]))
-    preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
+    preference = {"reward": "learn_from_preference", "labels": {"source": source, "frames": 2, "task": "soccer"}}
     run = parse_config(
         {"algorithm": {"name": "preference_sac"}, "env": {"id": "ContinuousCartPole-v0"}, "preference": preference}
     )
-    build_feedback(run, tmp_path, (None, None), (4, 1))  # type: ignore[arg-type]
-    assert found == ["meta"] * 2
+    feedback = build_feedback(run, tmp_path, (None, None), (4, 1))
+    ((families, _, text, *rest),) = found
+    assert family in families and text == "The soccer ball is in the goal." and rest == ["meta", 2]
+    assert feedback is not None and feedback.model.device == "meta"
