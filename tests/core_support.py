@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_vlm.asking import Answer, Ask, Question
 from rl_vlm.config import LearnerSection, PolicyConfig, RolloutSection, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
-from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
@@ -248,32 +245,3 @@ def plan_update(
     means = {name: tokens.mean() if len(tokens) else 0.0 for name, tokens in estimate.advantages.items()}
     advantages = [np.array([means[one.trajectory_id] for one in group.trajectories]) for group in groups]
     return Plan(update_batches(shares, estimate), advantages)
-
-
-class Scripted:
-    """An endpoint that answers by a function: for what no model can be made to say on demand."""
-
-    def __init__(self, answer: Callable[[Question], Any]) -> None:
-        self.answer = answer
-        self.questions: list[Question] = []
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Ask]:
-        async def ask(question: Question) -> Answer:
-            self.questions.append(question)
-            found = self.answer(question)
-            if isinstance(found, Awaitable):
-                found = await found
-            return found if isinstance(found, Answer) else Answer(found, prompt_tokens=10, sampled_tokens=2)
-
-        yield ask
-
-
-class EngineClient:
-    """An engine in this process as a client: requests of one moment run in one batch."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return (await self._engine.generate([request]))[0]

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving.registry import Published, VersionRegistry
+from rl_vlm.testing import LocalActor as Direct  # noqa: F401
 from rl_vlm.types import POLICY
-
-
-class Direct:
-    """An actor handle's way of calling (`handle.method.remote(...)`), without an actor."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._target, name))
 
 
 def arrived(payload: AdapterPayload) -> Any:

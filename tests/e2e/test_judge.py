@@ -9,7 +9,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from core_support import EngineClient
 from runs import ROOT, finished
 
 from rl_vlm.asking import ServedEndpoint
@@ -17,6 +16,7 @@ from rl_vlm.config import load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.rollout.judge import compare
+from rl_vlm.testing import EngineClient
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.caption.lesson import confused
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, picture_of

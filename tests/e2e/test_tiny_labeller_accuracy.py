@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from core_support import EngineClient
 
 from rl_vlm.asking import ServedEndpoint
 from rl_vlm.config import LabelsSection
@@ -17,6 +16,7 @@ from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.labels import Segment, SegmentPair
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.loading import load_text_side, resolve_model
+from rl_vlm.testing import EngineClient
 
 TIE_DEGREES = 3.0
 Policy = Callable[[np.ndarray, np.random.Generator], float]

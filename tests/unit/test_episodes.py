@@ -27,13 +27,13 @@ from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
+from rl_vlm.testing import EngineClient, ScriptedEngine
 from rl_vlm.types import (
     Completion,
     EncodedImage,
     GenerationRequest,
     Message,
     Observation,
-    Sample,
     StopReason,
     TrajectoryGroup,
     TrajectoryStatus,
@@ -80,36 +80,22 @@ class Scripted(VisionEnv):
         self.closed = True
 
 
-class Speaker:
-    """A policy that says what it is told to: `answer(request, sample)` gives a text, and why it stopped."""
+class Speaker(EngineClient):
+    """A policy of version 5 that says what `answer(request, sample)` gives; each request has a replica of its own."""
 
-    def __init__(self, folder: Path, answer: Callable[[GenerationRequest, int], Any] = lambda request, k: "ok") -> None:
-        self.text = text_side(folder)
-        self.tokenizer = processor(folder).tokenizer
-        self.answer = answer
-        self.requests: list[GenerationRequest] = []
-        self.version = 5
+    def __init__(self, folder: Path) -> None:
+        self.text, self.tokenizer = text_side(folder), processor(folder).tokenizer
+        self.answer: Callable[[GenerationRequest, int], Any] = lambda request, k: "ok"
         self.change: Callable[[Completion], Completion] = lambda completion: completion
+        super().__init__(ScriptedEngine(self.text, lambda request, k: self.answer(request, k)))
+        self.engine.version = 5
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        self.requests.append(request)
-        await asyncio.sleep(0)
-        samples = []
-        for k in range(request.sampling.n):
-            said = self.answer(request, k)
-            if isinstance(said, BaseException):
-                raise said
-            words, stop = said if isinstance(said, tuple) else (said, StopReason.END_OF_TURN)
-            ids = self.ids(words) + [self.text.codec.end_of_turn_id] * (stop is StopReason.END_OF_TURN)
-            assert len(ids) <= request.sampling.max_new_tokens
-            logprobs = -0.5 - np.arange(len(ids), dtype=np.float32) / 100
-            samples.append(Sample(np.array(ids, dtype=np.int32), logprobs, stop))
-        prompt = expand(self.text, request.prompt_ids, request.images)
-        name = f"replica-{len(self.requests)}"
-        return self.change(Completion(request.request_id, prompt, tuple(samples), self.version, name))
+        self.replica_id = f"replica-{len(self.requests) + 1}"
+        return self.change(await super().generate(request))
 
 
 @pytest.fixture
@@ -201,7 +187,7 @@ def test_later_turns_follow_their_episode(speaker: Speaker, text: TextSide) -> N
     """Session, seeds, unexpanded ids, all images so far, and the version of each turn."""
 
     def answer(request: GenerationRequest, k: int) -> str:
-        speaker.version = 5 + len(speaker.requests)
+        speaker.engine.version = 5 + len(speaker.requests)
         return "x" * len(speaker.requests)
 
     speaker.answer = answer
@@ -389,7 +375,7 @@ FAILURES: dict[str, tuple[Any, str, str]] = {
     "speaks as a system": (
         (Observation((Message.of("system", "obey"),)), 0.0, False, False, {}), "user_input", "drops or repeats",
     ),
-    "shows a sliver": (on("see", Image.new("RGB", (1, 300))), "image", "200 times"),
+    "shows a sliver": (on("see", Image.new("RGB", (1, 300))), "unusable_image", "200 times"),
 }  # fmt: skip
 
 

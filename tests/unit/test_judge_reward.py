@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_support import EngineClient, Scripted
 from PIL import Image
 from tables import table
 from task_support import episode
@@ -28,10 +27,9 @@ from rl_vlm.rollout import judge as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.scoring import score_group
+from rl_vlm.testing import EngineClient, ScriptedEndpoint
 from rl_vlm.types import (
-    Completion,
     EncodedImage,
-    GenerationRequest,
     Message,
     StopReason,
     Trajectory,
@@ -47,7 +45,7 @@ GOOD, BAD, REFERENCE = "a red circle", "a blue square", "a red circle at the top
 Reply = Callable[[str, str], str | Answer | Awaitable[str]]
 
 
-def scripted(reply: Reply) -> Scripted:
+def scripted(reply: Reply) -> ScriptedEndpoint:
     """An endpoint whose replies a test decides from the two texts that are shown."""
 
     def answer(question: Question) -> object:
@@ -55,7 +53,7 @@ def scripted(reply: Reply) -> Scripted:
         assert shown, question.messages[0].text
         return reply(shown[1], shown[2])
 
-    return Scripted(answer)
+    return ScriptedEndpoint(answer)
 
 
 def prefers(*texts: str) -> Reply:
@@ -266,18 +264,6 @@ def test_the_labellers_token_is_not_sent_to_a_judge() -> None:
 # --- the served model as judge, really
 
 
-class Recording(EngineClient):
-    """An engine as the policy's client that keeps what it was asked."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        super().__init__(engine)
-        self.requests: list[GenerationRequest] = []
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        self.requests.append(request)
-        return await super().generate(request)
-
-
 def sampled(text: TextSide, prompt: Message, reply: str) -> Trajectory:
     """An episode of one turn, with its prompt as an engine expands it."""
     span = text.codec.encode_prompt([prompt])
@@ -299,7 +285,7 @@ PICTURE_64 = EncodedImage.from_pil(Image.new("RGB", (64, 64), "red"))
 def test_the_base_model_judges_and_may_be_what_is_beaten(engine: TransformersEngine, text: TextSide) -> None:
     prompt = Message.of("user", PICTURE_64, PICTURE_64, "Caption?")
     group = TrajectoryGroup("g", 0, [sampled(text, prompt, GOOD), sampled(text, prompt, BAD)])
-    policy = Recording(engine)
+    policy = EngineClient(engine)
     settings = RewardSection.model_validate(
         {"weights": {"judge": 1.0}, "judge": {"against": "start", "start_tokens": 5}}
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from core_support import EngineClient, Scripted, plain_model, processor, text_side
+from core_support import plain_model, processor, text_side
 from hypothesis import given
 from hypothesis import strategies as st
 from label_support import pair, random_pairs, segment
@@ -30,6 +30,7 @@ from rl_vlm.labelling.prompts import TASKS, load_prompts, task_prompts
 from rl_vlm.labelling.templates import Templates
 from rl_vlm.models.families.qwen_vl import patchify
 from rl_vlm.preference.sessions import LabellerDownError, label_session
+from rl_vlm.testing import EngineClient, ScriptedEndpoint
 from rl_vlm.types import Message, UserInputError
 
 PROMPTS = task_prompts("cartpole")
@@ -124,7 +125,7 @@ def test_all_pairs_are_in_flight_at_once() -> None:
             await everyone.wait()
         return "0"
 
-    labeller = VLMLabeller(Scripted(answer), PROMPTS, one_step())
+    labeller = VLMLabeller(ScriptedEndpoint(answer), PROMPTS, one_step())
     labels = asked(labeller, *random_pairs(40))
     assert waiting == 80
     # It always answers for the first picture: blind to what is shown.
@@ -133,7 +134,7 @@ def test_all_pairs_are_in_flight_at_once() -> None:
 
 
 def test_two_steps_ask_the_second_in_text_only() -> None:
-    script = Scripted(lambda question: "1" if question.choices else "<think>hm {x}</think>Image 2 is {better}.")
+    script = ScriptedEndpoint(lambda question: "1" if question.choices else "<think>hm {x}</think>Image 2 is {better}.")
     (label,) = asked(VLMLabeller(script, PROMPTS, LabelsSection(both_orders=False)), pair(20, 3))
     describe, summarise = script.questions
     assert len(describe.messages[0].images) == 2 and describe.choices == () and describe.max_new_tokens == 512
@@ -146,7 +147,7 @@ def test_two_steps_ask_the_second_in_text_only() -> None:
 def test_an_answer_that_is_not_understood_is_asked_about_once_more_and_then_undecided(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = Scripted(lambda question: text)
+    script = ScriptedEndpoint(lambda question: text)
     labeller = VLMLabeller(script, PROMPTS, one_step(guided=False, both_orders=False))
     (label,) = asked(labeller, pair(3, 20))
     first, second = script.questions
@@ -160,7 +161,7 @@ def test_an_answer_that_is_not_understood_is_asked_about_once_more_and_then_unde
 @pytest.mark.parametrize("first", [Answer("Hm, 0 drawers."), Answer("0", cut_off=True)], ids=["free", "cut off"])
 def test_the_second_question_decides_what_the_first_answer_did_not(first: Answer) -> None:
     # The endpoint ignores the choices where pictures are shown, and keeps to them in plain text.
-    script = Scripted(lambda question: first if question.messages[0].images else "1")
+    script = ScriptedEndpoint(lambda question: first if question.messages[0].images else "1")
     labeller = VLMLabeller(script, PROMPTS, one_step(both_orders=False))
     (label,) = asked(labeller, pair(3, 20))
     assert label.value == 1 and script.questions[1].choices == ("0", "1", "-1")
@@ -169,14 +170,14 @@ def test_the_second_question_decides_what_the_first_answer_did_not(first: Answer
 
 @pytest.mark.parametrize("text", ["", "  ", "<think>Image 1 is better, so 0"])
 def test_an_answer_without_a_word_is_an_error_and_no_label(text: str) -> None:
-    labeller = VLMLabeller(Scripted(lambda question: text), PROMPTS, one_step(guided=False))
+    labeller = VLMLabeller(ScriptedEndpoint(lambda question: text), PROMPTS, one_step(guided=False))
     (label,) = asked(labeller, pair(3, 20))
     assert "decides nothing" in label.error and label.answers == () and labeller.stats.errors == 1
 
 
 @pytest.mark.parametrize(("second", "value"), [("0.7", 0.7), ("-1", None), ("open", None)])
 def test_a_score_that_is_not_understood_is_asked_about_once_more(second: str, value: float | None) -> None:
-    script = Scripted(lambda question: "The pole leans a little." if question.messages[0].images else second)
+    script = ScriptedEndpoint(lambda question: "The pole leans a little." if question.messages[0].images else second)
     labeller = VLMLabeller(script, PROMPTS, one_step(guided=False))
     (score,) = asyncio.run(labeller.score([segment([3]).frames[0]]))  # type: ignore[index]
     assert score.value == value and bool(score.error) == (second == "open") == bool(labeller.stats.not_understood)
@@ -201,7 +202,7 @@ def test_a_reason_comes_before_the_label_in_every_guided_answer(endpoint: Served
      ('{"reason": "Image 2 is nearer.", "verdict": 0}', -1), ('{"verdict": 0}', -1), ("[0]", 0), ("0", 0)],
 )  # fmt: skip
 def test_a_verdict_that_its_reason_contradicts_is_no_label(text: str, value: int) -> None:
-    script = Scripted(lambda question: text)
+    script = ScriptedEndpoint(lambda question: text)
     (label,) = asked(VLMLabeller(script, PROMPTS, one_step(guided="reason", both_orders=False)), pair(3, 20))
     assert label.value == value
     assert all(question.grammar and not question.choices for question in script.questions)
@@ -209,7 +210,7 @@ def test_a_verdict_that_its_reason_contradicts_is_no_label(text: str, value: int
 
 
 def test_identical_pictures_are_not_asked_about() -> None:
-    script = Scripted(lambda question: "0")
+    script = ScriptedEndpoint(lambda question: "0")
     (label,) = asked(VLMLabeller(script, PROMPTS), pair(5, 5))
     assert label.value == -1 and not label.error and script.questions == []
 
@@ -222,7 +223,7 @@ def test_one_failure_leaves_the_other_labels() -> None:
 
     pairs = random_pairs(3)
     broken = encode(picture_of(pairs[1].first))
-    labels = asked(VLMLabeller(Scripted(answer), PROMPTS, one_step(both_orders=False)), *pairs)
+    labels = asked(VLMLabeller(ScriptedEndpoint(answer), PROMPTS, one_step(both_orders=False)), *pairs)
     assert [label.error for label in labels] == ["", "refused", ""]
     assert [label.value for label in labels if not label.error] == [0, 0]
 
@@ -231,7 +232,10 @@ def test_pairs_that_nobody_is_asked_about_do_not_hide_a_labeller_that_is_down() 
     def down(question: Question) -> str:
         raise EndpointError("connection refused", retryable=False)
 
-    labeller, pairs = VLMLabeller(Scripted(down), PROMPTS, one_step()), [pair(7, 7), *random_pairs(2), pair(9, 9)]
+    labeller, pairs = (
+        VLMLabeller(ScriptedEndpoint(down), PROMPTS, one_step()),
+        [pair(7, 7), *random_pairs(2), pair(9, 9)],
+    )
     with pytest.raises(LabellerDownError):
         asyncio.run(label_session(labeller, lambda count: pairs, 4, max_rounds=4, max_pairs=99))
 
@@ -269,14 +273,14 @@ def test_pictures_of_a_segment_stand_side_by_side() -> None:
 
 
 def test_seeds_differ_by_session_pair_order_and_step_and_come_back_after_a_restart() -> None:
-    script = Scripted(lambda question: "0" if question.choices else "text")
+    script = ScriptedEndpoint(lambda question: "0" if question.choices else "text")
     labeller = VLMLabeller(script, PROMPTS, LabelsSection(), seed=5)
     asked(labeller, *random_pairs(2))
     state = labeller.state()
     asked(labeller, *random_pairs(2))
     seeds = [question.seed for question in script.questions]
     assert len(set(seeds)) == 16
-    again = Scripted(script.answer)
+    again = ScriptedEndpoint(script.answer)
     resumed = VLMLabeller(again, PROMPTS, LabelsSection(), seed=5)
     resumed.set_state(state)
     asked(resumed, *random_pairs(2))
