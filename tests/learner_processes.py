@@ -18,8 +18,7 @@ from ports import free_ports
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import make_strategy
-from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.learning.update import PolicyUpdater, make_strategy
 from rl_vlm.types import TrajectoryGroup
 
 TIMEOUT_S = 300.0

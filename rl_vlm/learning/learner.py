@@ -19,8 +19,7 @@ from rl_vlm.learning.optimizer import make_optimizer, move_average, scale_lr
 from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.sight_check import sight_logprobs
-from rl_vlm.learning.strategies import make_strategy
-from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.learning.update import PolicyUpdater, make_strategy
 from rl_vlm.models.devices import learner_device, limit_memory
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import continued, span

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rl_vlm.batches import in_batches
-from rl_vlm.config import LearnerSection
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.types import UserInputError
 
@@ -88,16 +87,6 @@ class AllReduce(Strategy):
             vector = parameters_to_vector(gradients)
             torch.distributed.all_reduce(vector)
             vector_to_parameters(vector, gradients)
-
-
-def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:
-    """The strategy of a learner group, before the first step."""
-    if learner.strategy == "fsdp2" or learner.zero_stage:
-        from rl_vlm.learning import sharded  # takes long to import
-
-        return (sharded.Zero if learner.zero_stage else sharded.FSDP2)(policy, optimizer, learner)
-    name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
-    return (AllReduce if name == "all_reduce" else Strategy)(policy, optimizer)
 
 
 def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.config import PolicyConfig
+from rl_vlm.config import LearnerSection, PolicyConfig
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.learning.batching import MicroBatch, Minibatch, make_builder, padding_batch
 from rl_vlm.learning.logprobs import Allowed, Entropy, predicting_states, token_logprobs
@@ -20,7 +20,7 @@ from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_wei
 from rl_vlm.learning.plan import Scores, TokenRecord, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.learning.sight_check import PositionChange
-from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy, missing_passes
+from rl_vlm.learning.strategies import CRITIC_GROUP, AllReduce, Strategy, missing_passes
 from rl_vlm.types import RLVLMError, Trajectory
 
 
@@ -235,3 +235,13 @@ class PolicyUpdater:
         loss = per_token.sum() * micro.value_weight
         stats.add({"value/loss": float(loss.detach())})
         return self._critic.loss_coef * loss
+
+
+def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:
+    """The strategy of a learner group, before the first step."""
+    if learner.strategy == "fsdp2" or learner.zero_stage:
+        from rl_vlm.learning import sharded  # takes long to import
+
+        return (sharded.Zero if learner.zero_stage else sharded.FSDP2)(policy, optimizer, learner)
+    name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
+    return (AllReduce if name == "all_reduce" else Strategy)(policy, optimizer)

@@ -1,205 +1,21 @@
-"""A run that trains the served policy: its checks, iterations, evaluations, checkpoints, and the final adapter."""
+"""A run that trains the served policy: iterations, evaluations, checkpoints, and the final adapter."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.config.learner import BUILTIN_LOSSES
-from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
-from rl_vlm.engines.grammars import format_matcher
-from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import describe_error
-from rl_vlm.envs.isolation import check_plain
-from rl_vlm.envs.registry import make_part, portable_id, train_size
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_warn
-from rl_vlm.learning.plan import ESTIMATORS
-from rl_vlm.models.images import TextSide
-from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.monitoring.display import episode_line
-from rl_vlm.rollout.curriculum import Stages
-from rl_vlm.rollout.scoring import try_functions, try_parts
-from rl_vlm.runs.memory import memory_needs
+from rl_vlm.runs.hints import FIRST_ITERATIONS, SkippedSteps, blind, equal_rewards
 from rl_vlm.runs.ray_run import RayRun
-from rl_vlm.types import RLVLMError, Split, UserInputError
+from rl_vlm.types import RLVLMError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
-
-
-# Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
-
-_NEEDS_IMAGES = 0.1  # a smaller gain in accuracy over blank images gives a warning
-_FIRST = 5  # iterations at the start
-_SKIPPED = 10  # steps in a row that end a run
-_NOT_FINITE = "because their gradients were not finite"
-
-
-def blind(results: Mapping[str, float]) -> str:
-    """A warning if answers are as good with blank images."""
-    if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
-        return ""
-    unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
-    if unseen == 0 and gap == 0:  # nothing is known of images by answers that are all wrong
-        return ""
-    return (
-        f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones "
-        "[sight/accuracy_gap]. Either the questions need none, or the policy has collapsed to one answer (see "
-        "policy/entropy; a smaller learner.lr helps)."
-    )
-
-
-def equal_rewards(without_advantage: Sequence[float], reward: float) -> str:
-    """A warning after the first iterations if in no group of them the rewards differ. `without_advantage`: the share of
-    such groups in each iteration so far; `reward`: the mean of the last one."""
-    if len(without_advantage) != _FIRST or min(without_advantage) < 1.0:
-        return ""
-    return (
-        f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
-        f"(mean reward {reward:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers and their rewards."
-    )
-
-
-class NotFiniteError(RLVLMError):
-    """Optimiser steps were skipped, one after the other, because their gradients were not finite.
-
-    Do: lower `learner.lr`, or mend your loss.
-    """
-
-
-class SkippedSteps:
-    """Counts optimiser steps that were skipped because their gradient was not finite, in this process."""
-
-    skipped = taken = in_a_row = 0
-
-    def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
-        """A sentence when the first one was skipped, otherwise an empty one. Raises NotFiniteError for ten in a row."""
-        skipped, taken = (int(metrics.get(f"policy/{name}_steps", 0)) for name in ("skipped", "optimizer"))
-        is_first = skipped > 0 and not self.skipped
-        self.skipped, self.taken = self.skipped + skipped, self.taken + taken
-        self.in_a_row = skipped + (0 if taken else self.in_a_row)
-        if self.in_a_row >= _SKIPPED:
-            self.fail()
-        return f"Iteration {iteration}: {skipped} optimiser steps were skipped, {_NOT_FINITE}." if is_first else ""
-
-    def check(self) -> None:
-        """Raise NotFiniteError where steps were skipped and none was taken."""
-        if self.skipped and not self.taken:
-            self.fail()
-
-    def fail(self) -> NoReturn:
-        raise NotFiniteError(
-            f"The last {self.in_a_row} optimiser steps were skipped, {_NOT_FINITE}, so nothing is learned: look at "
-            "policy/loss, policy/kl and mismatch/kl, and lower learner.lr (or mend the loss)."
-        )
-
-
-def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
-    """Open one item of each split and encode it, and look up what learns from it."""
-    if config.model.train == "lora" and config.model.lora.target_modules == "none":
-        raise UserInputError(
-            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` "
-            "and `rl-vlm serve` take it."
-        )
-    if config.model.dtype == "float16":
-        raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
-    if config.learner.zero_stage and importlib.util.find_spec("deepspeed") is None:
-        raise UserInputError(
-            f"learner.strategy {config.learner.strategy} needs the package deepspeed: pip install 'rl-vlm[deepspeed]'."
-        )
-    _ = ESTIMATORS[config.algorithm.estimator]  # raises for an unknown one
-    if config.algorithm.loss not in BUILTIN_LOSSES:
-        from rl_vlm.learning.losses import LOSSES  # imports torch
-
-        _ = LOSSES[config.algorithm.loss]
-    quiet_libraries()
-    folder = resolve_model(config.model.path)
-    text = load_text_side(folder, config.model.pixels)
-    try_parts(config.env.reward, text)
-    format_matcher(text, config.rollout.grammar)
-    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
-    sizes: dict[str, int | None] = {}
-    for name, part in config.env.parts.items():
-        inspected = _inspect_part(config, name, text)
-        sizes[name] = train_size(part, inspected["train_items"])
-        summary |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
-        for variant in config.evaluation.variants:
-            changes = config.variant_arguments(variant, name)
-            _open_changed(config, name, f"evaluation.variants.{variant}", config.evaluation.split, changes)
-    if config.curriculum.stages:
-        for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
-            _open_changed(config, name, where, "train", arguments, sizes[name])
-        summary["stages"] = ", ".join(config.curriculum.names)
-    return summary | memory_needs(config, folder)
-
-
-@contextmanager
-def _opened(
-    config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None, where: str = ""
-) -> Iterator[VisionEnv]:
-    """An environment, closed at the end; what its code raises inside is a UserInputError that begins with `where`."""
-    part = config.env.parts[name]
-    try:
-        if config.env.isolation == "process":
-            portable_id(part.id)
-            check_plain(part.id, part.make_kwargs(changes))
-        env = make_part(config.env, name, changes)
-        try:
-            yield env
-        finally:
-            with suppress(Exception, SystemExit):  # a run does not mind how it closes
-                env.close()
-    except UserInputError as error:
-        raise UserInputError(f"{where}: {error}" if where else str(error)) from error
-    except (Exception, SystemExit) as error:  # it is a user's code, which may raise anything
-        raise UserInputError(
-            f"{where or f'The environment {part.id} does not open'}: {describe_error(error)}"
-        ) from error
-
-
-def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
-    env_id, summary = config.env.parts[name].id, dict[str, Any]()
-    with _opened(config, name) as env:
-        for split in ("train", config.evaluation.split):
-            validate = getattr(env, "validate", None)
-            if callable(validate):
-                validate(split)
-            size = env.num_items(split)  # type: ignore[arg-type]
-            if size == 0:
-                raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
-            observation, info = env.reset(seed=0, options={"index": 0, "split": split})
-            try_functions(config.env.parts[name].reward, info)
-            span = text.codec.encode_prompt(observation.messages)
-            length = len(text.expand(span.token_ids, span.images))
-            if length >= config.serving.max_context:
-                raise UserInputError(
-                    f"The first {split} prompt has {length} tokens and serving.max_context is "
-                    f"{config.serving.max_context}: raise it, or shrink the images."
-                )
-            summary |= {
-                f"{split}_items": size,
-                f"{split}_prompt_tokens": length,
-                f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
-            }
-    return summary
-
-
-def _open_changed(
-    config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
-) -> None:
-    """Open an environment with the arguments that the key `where` changes; a run draws from `items` of it."""
-    with _opened(config, name, changes, where) as env:
-        size = env.num_items(split)
-        if items is not None and size is not None and size < items:
-            raise UserInputError(
-                f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
-            )
-        env.reset(seed=0, options={"index": 0, "split": split})
 
 
 class PolicyRun(RayRun):
@@ -309,7 +125,7 @@ class PolicyRun(RayRun):
         if algorithm.sight_faults and config.sight.gate != "off":
             self._report_faults(algorithm.sight_faults)
         hints = [self._skipped_steps.look(iteration, metrics)]
-        if iteration == _FIRST and "reward/mean" in metrics:
+        if iteration == FIRST_ITERATIONS and "reward/mean" in metrics:
             hints.append(equal_rewards(self.recorder.column("reward/zero_advantage_groups"), metrics["reward/mean"]))
         for hint in filter(None, hints):
             self.display.message(hint)

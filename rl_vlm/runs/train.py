@@ -11,7 +11,8 @@ from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.loading import check_quantization, check_weights
 from rl_vlm.monitoring.callbacks import Callback
-from rl_vlm.runs.policy import PolicyRun, inspect_policy_run
+from rl_vlm.runs.policy import PolicyRun
+from rl_vlm.runs.policy_checks import inspect_policy_run
 from rl_vlm.runs.preference import PreferenceRun, inspect_preference_run
 from rl_vlm.runs.preference_evaluation import evaluate_preference_run
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder

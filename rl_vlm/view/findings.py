@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from rl_vlm.runs.policy import blind
+from rl_vlm.runs.hints import blind
 
 _GAINED = 0.1  # of a reward or an accuracy: a smaller change says nothing
 _ROWS = 10  # of metrics, before which an environment may not yet have rewarded an answer

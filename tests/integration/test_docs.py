@@ -36,11 +36,20 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 
 def test_the_environment_of_the_readme_plays(tiny_folder: Path, tmp_path: Path) -> None:
-    (block,) = code_blocks(ROOT / "README.md", "python")
+    _, block = code_blocks(ROOT / "README.md", "python")
     assert len([line for line in block.splitlines() if line.strip() and not line.startswith(("import", "from"))]) <= 15
     (tmp_path / "dots.py").write_text(block)
     arguments = [f"env.id={tmp_path / 'dots.py'}", "env.kwargs={}", f"model.path={tiny_folder}", "--dry-run"]
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 0
+
+
+def test_the_script_of_the_readme_trains_on_its_data(tiny_folder: Path, tmp_path: Path) -> None:
+    block, _ = code_blocks(ROOT / "README.md", "python")
+    assert rl_vlm(["sft-example", str(tmp_path / "my-data")]) == 0
+    small = f'overrides={{"model.path": "{tiny_folder}", "algorithm.iterations": 1, "evaluation.num_items": 4, "evaluation.every": 0}})'
+    (tmp_path / "train.py").write_text(block.replace("reward=right)", f"reward=right, {small}"))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "runs/qa_tiny" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,7 @@ from rl_vlm.config.loading import load_config
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.models.images import TextSide
-from rl_vlm.runs.policy import inspect_policy_run
+from rl_vlm.runs.policy_checks import inspect_policy_run
 from rl_vlm.types import StopReason, Trajectory, TrajectoryError, UserInputError
 
 PATTERN = r"-?(0|[1-9][0-9]{0,9})(\.[0-9]{1,2})?"

@@ -17,7 +17,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring import ray_metrics
 from rl_vlm.monitoring.display import Trend
 from rl_vlm.monitoring.ray_metrics import FAMILIES, OWN, RunMetrics, series_of
-from rl_vlm.runs.policy import NotFiniteError, SkippedSteps, blind, equal_rewards
+from rl_vlm.runs.hints import NotFiniteError, SkippedSteps, blind, equal_rewards
 from rl_vlm.serving import counters as serving
 from rl_vlm.serving.ray_metrics import PREFIX
 
