@@ -93,7 +93,7 @@ def _group_size(folder: Path) -> int:
 
 def draw(outcomes: dict[str, list[Outcome]], of: str, path: Path) -> None:
     """The score over episodes: a line for the mean of the seeds, a band from the least to the best of them."""
-    from rl_vlm.plots.curves import COLORS, MARKERS, add_legend, new_figure, save_figure
+    from rl_vlm.plots.figures import COLORS, MARKERS, add_legend, new_figure, save_figure
 
     figure, (panel,) = new_figure(8.0, 4.6)
     for (name, runs), color, marker in zip(outcomes.items(), COLORS * 9, MARKERS * 9, strict=False):

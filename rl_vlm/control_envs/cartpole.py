@@ -18,6 +18,11 @@ _CART_WIDTH, _CART_HEIGHT = 50.0, 30.0
 _AXLE_Y = _GROUND_Y - _CART_HEIGHT / 4
 _POLE_WIDTH, _POLE_LENGTH = 10.0, 125.0
 _WHITE, _BLACK, _BROWN, _AXLE = (255, 255, 255), (0, 0, 0), (202, 152, 101), (129, 132, 203)
+_GRAVITY, _CART_MASS, _POLE_MASS, _HALF_LENGTH = 9.8, 1.0, 0.1, 0.5
+_FORCE, _SECONDS = 10.0, 0.02
+_TRACK = 1.92  # metres on either side
+_MAX_ANGLE = math.radians(30)
+_SUCCESS_DEGREES = 5.0
 
 
 def draw_cartpole(angle: float, size: int = SIZE) -> np.ndarray:
@@ -44,13 +49,6 @@ def draw_cartpole(angle: float, size: int = SIZE) -> np.ndarray:
     draw.polygon([(x * scale, y * scale) for x, y in turned], _BROWN)
     draw.ellipse(box(middle - across, _AXLE_Y - across, middle + across, _AXLE_Y + across), _AXLE)
     return np.asarray(image.reduce(_SUPERSAMPLING)).copy()
-
-
-_GRAVITY, _CART_MASS, _POLE_MASS, _HALF_LENGTH = 9.8, 1.0, 0.1, 0.5
-_FORCE, _SECONDS = 10.0, 0.02
-_TRACK = 1.92  # metres on either side
-_MAX_ANGLE = math.radians(30)
-_SUCCESS_DEGREES = 5.0
 
 
 class ContinuousCartPole(ControlEnv):

@@ -19,6 +19,14 @@ from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Message, Split
 
+# The settings that decide an evaluation's outcomes.
+_BUDGET = {"max_turns", "max_new_tokens", "max_new_tokens_per_turn", "format", "require_end_of_turn", "temperature"}
+_OF_THE_RUN = {"env": True, "rollout": _BUDGET, "evaluation": {"samples", "variants", "category"}}
+_OF_THE_MODEL = {
+    "model": {"dtype", "head_dtype", "min_pixels", "max_pixels"},
+    "serving": {"quantization", "max_context"},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
@@ -93,15 +101,6 @@ def item_prompts(config: PolicyConfig) -> Iterator[tuple[Message, ...]]:
                 options = {"index": index, "split": split}
                 observation, _ = env.reset(seed=derive_seed(config.seed, 4, index), options=options)
                 yield observation.messages
-
-
-# The settings that decide an evaluation's outcomes.
-_BUDGET = {"max_turns", "max_new_tokens", "max_new_tokens_per_turn", "format", "require_end_of_turn", "temperature"}
-_OF_THE_RUN = {"env": True, "rollout": _BUDGET, "evaluation": {"samples", "variants", "category"}}
-_OF_THE_MODEL = {
-    "model": {"dtype", "head_dtype", "min_pixels", "max_pixels"},
-    "serving": {"quantization", "max_context"},
-}
 
 
 def identity_of(

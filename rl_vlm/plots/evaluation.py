@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.plots.curves import COLORS, GRID, MUTED, new_figure, save_figure
+from rl_vlm.plots.figures import COLORS, GRID, MUTED, new_figure, save_figure
 
 _MOST_BARS = 40
 _VIEWS = {"blank": "with blank images", "swapped": "with the images of other items"}

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rl_vlm.plots.curves import INK, MUTED, add_legend, check_outputs, new_figure, numbers_of, read_table, save_figure
+from rl_vlm.plots.curves import numbers_of, read_table
+from rl_vlm.plots.figures import INK, MUTED, add_legend, check_outputs, new_figure, save_figure
 from rl_vlm.statistics import wilson_interval
 from rl_vlm.types import UserInputError
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from rl_vlm.plots.curves import COLORS, MUTED, add_legend, combine, draw_band, new_figure, save_figure
+from rl_vlm.plots.curves import combine, draw_band
+from rl_vlm.plots.figures import COLORS, MUTED, add_legend, new_figure, save_figure
 from rl_vlm.types import UserInputError
 
 

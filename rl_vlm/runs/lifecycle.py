@@ -77,7 +77,7 @@ class BaseRun(ABC):
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         def draw(folder: Path) -> None:
-            from rl_vlm.plots.curves import draw_curve  # matplotlib is slow to import
+            from rl_vlm.plots.run_curve import draw_curve
 
             draw_curve(folder)
 

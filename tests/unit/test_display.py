@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from rich.console import Console
 
 from rl_vlm.monitoring.display import ProgressDisplay, episode_line
-from rl_vlm.plots.curves import curve_figure, draw_curve, smooth
+from rl_vlm.plots.run_curve import curve_figure, draw_curve, smooth
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryStatus, Turn
 
 METRICS = {

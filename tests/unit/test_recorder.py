@@ -31,7 +31,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.plots.curves import draw_curve
+from rl_vlm.plots.run_curve import draw_curve
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Message, TrajectoryGroup
 
