@@ -197,7 +197,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Penalties: see `penalise` in `engines/rows.py`."""
+    """How to sample. Penalties: see `penalise` in `engines/sampling.py`."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy

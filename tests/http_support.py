@@ -20,7 +20,8 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL, Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ModelApp, ServedModel
+from rl_vlm.http.app import ModelApp
+from rl_vlm.http.backend import ServedModel
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import POLICY, Completion, GenerationRequest, SampleChunk
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.http.app import ModelApp, ServedModel
+from rl_vlm.http.app import ModelApp
+from rl_vlm.http.backend import ServedModel
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import POLICY, Completion, GenerationRequest, Sample, SampleChunk, StopReason

@@ -34,8 +34,8 @@ from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.models.attention import SegmentLayout, segment_attention
 from rl_vlm.models.families.qwen_vl import patchify
-from rl_vlm.models.kernels import SegmentLayout, segment_attention
 from rl_vlm.types import Trajectory
 
 Gaps = Iterator[tuple[str, float, float]]  # name, value, threshold

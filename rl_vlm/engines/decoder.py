@@ -19,19 +19,14 @@ import torch
 from torch import Tensor
 
 from rl_vlm.batches import in_batches
-from rl_vlm.engines.base import EngineError, NewTokens, expand_prompt, naming
+from rl_vlm.engines.base import EngineError, expand_prompt, naming
+from rl_vlm.engines.cache import RowCache
 from rl_vlm.engines.grammars import Grammars, forbidden_tokens
 from rl_vlm.engines.model_text import ModelText
-from rl_vlm.engines.rows import (
-    Chosen,
-    PreparedRequest,
-    RowCache,
-    RowTable,
-    choose_tokens,
-    most_likely,
-    penalise,
-)
+from rl_vlm.engines.rows import PreparedRequest, RowTable
+from rl_vlm.engines.sampling import Chosen, choose_tokens, most_likely, penalise
 from rl_vlm.engines.sizes import PREFILL_TOKENS
+from rl_vlm.engines.streams import NewTokens
 from rl_vlm.models.families import family_of
 from rl_vlm.models.families.generic import Backbone, ImageFeatures, KeysValues
 from rl_vlm.models.images import TextSide

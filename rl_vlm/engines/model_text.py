@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
-from rl_vlm.engines.rows import RowCache
+from rl_vlm.engines.cache import RowCache
 from rl_vlm.models.families.generic import Backbone, ImageFeatures
 
 LayerState: TypeAlias = tuple[Tensor, Tensor] | LinearAttentionLayer

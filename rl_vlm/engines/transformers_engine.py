@@ -20,18 +20,11 @@ from typing import Any
 
 import torch
 
-from rl_vlm.engines.base import (
-    BASE_MODEL,
-    EngineError,
-    EngineStats,
-    RequestTooLargeError,
-    TokenStream,
-    check_version,
-    naming,
-    notify,
-)
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, RequestTooLargeError, check_version, naming
+from rl_vlm.engines.cache import reserved_tokens, whole_blocks
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import EngineCall, PreparedRequest, reserved_tokens, whole_blocks
+from rl_vlm.engines.rows import EngineCall, PreparedRequest
+from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import AdapterWeights, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision
 from rl_vlm.models.families import make_backbone

@@ -20,16 +20,9 @@ import numpy as np
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import CommonConfig
 from rl_vlm.config.serving import VLLM_TEMPERATURES
-from rl_vlm.engines.base import (
-    EngineError,
-    EngineStats,
-    NewTokens,
-    TokenStream,
-    expand_prompt,
-    naming,
-    notify,
-)
+from rl_vlm.engines.base import EngineError, EngineStats, expand_prompt, naming
 from rl_vlm.engines.grammars import Grammars
+from rl_vlm.engines.streams import NewTokens, TokenStream, notify
 from rl_vlm.engines.vllm_setup import DEAD, engine_args, prepare_environment, start_llm
 from rl_vlm.engines.vllm_weights import AdapterVersions, FullVersions, Lease
 from rl_vlm.models.loading import load_text_side, quiet_libraries

@@ -18,7 +18,8 @@ from ray import serve
 from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_config, load_served_config, of_policy
 from rl_vlm.config.recipes import recipe_names
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
-from rl_vlm.http.app import ModelApp, ServeBackend
+from rl_vlm.http.app import ModelApp
+from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.images import TextSide

@@ -19,7 +19,7 @@ from http_support import Server, serving
 from registry_support import Direct
 from safetensors.torch import load_file, save_file
 
-from rl_vlm.http.app import ServeBackend
+from rl_vlm.http.backend import ServeBackend
 from rl_vlm.serving.adapters import ServedAdapters
 from rl_vlm.serving.registry import VersionRegistry
 

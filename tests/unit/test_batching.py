@@ -36,10 +36,10 @@ from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import kernels
+from rl_vlm.models.attention import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.models.families import qwen_vl
 from rl_vlm.models.families.qwen_vl import ImageProcessorSpec, frame_patches
 from rl_vlm.models.images import ReadAhead, TextSide, UnusableImageError
-from rl_vlm.models.kernels import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.types import EncodedImage, Trajectory
 
 TEMPERATURE = 0.7

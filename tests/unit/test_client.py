@@ -20,8 +20,8 @@ from ray.serve.exceptions import BackPressureError
 
 from rl_vlm.config import AutoscalingSection, ServingSection
 from rl_vlm.engines.base import EngineError
-from rl_vlm.http import app as module
-from rl_vlm.http.app import ServeBackend
+from rl_vlm.http import backend as module
+from rl_vlm.http.backend import ServeBackend
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.health import ReplicaState
 from rl_vlm.serving.registry import OWN

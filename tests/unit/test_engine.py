@@ -18,8 +18,8 @@ from engine_support import endless, until
 from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.cache import RowCache
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import AdapterPayload

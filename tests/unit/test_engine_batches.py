@@ -15,8 +15,8 @@ from core_support import picture, pictures, plain_model, reference_logits, reque
 from engine_support import endless, until
 
 from rl_vlm.engines.base import EngineError, RequestTooLargeError
+from rl_vlm.engines.cache import RowCache, reserved_tokens
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import RowCache, reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.families.qwen_fast import QwenBackbone

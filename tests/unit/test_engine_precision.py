@@ -22,7 +22,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models import kernels, loading
-from rl_vlm.models.kernels import causal_attention, last_token_attention, masked_attention, needs_own_keys
+from rl_vlm.models.attention import causal_attention, last_token_attention, masked_attention, needs_own_keys
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve import plan
 from rl_vlm.runs.train import inspect_run
@@ -145,7 +145,7 @@ def assert_equal_with_gradients(ours: Tensor, expected: Tensor, given: list[Tens
 @pytest.mark.parametrize("own_keys", [True, False])
 @pytest.mark.parametrize("length", [1, 7])
 def test_causal_attention_and_its_gradient(monkeypatch: pytest.MonkeyPatch, own_keys: bool, length: int) -> None:
-    monkeypatch.setattr(kernels, "needs_own_keys", lambda query: own_keys)
+    monkeypatch.setattr(attention, "needs_own_keys", lambda query: own_keys)
     given = sides(length, length)
     ours = causal_attention(*given, scale=0.3)
     expected = by_hand(*given, torch.ones(length, length, dtype=torch.bool).tril(), 0.3)

@@ -25,7 +25,7 @@ from transformers import (
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import choose_tokens
+from rl_vlm.engines.sampling import choose_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.families.qwen_fast import QwenBackbone
 from rl_vlm.models.images import TextSide

@@ -22,7 +22,7 @@ from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, t
 
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ServedModel
+from rl_vlm.http.backend import ServedModel
 from rl_vlm.types import POLICY, Completion, GenerationRequest, Sample, SampleChunk, StopReason
 
 PARAMETERS = {

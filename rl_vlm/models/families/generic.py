@@ -18,8 +18,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rl_vlm.models.attention import NAME, SegmentLayout, dense_mask, segment_attention
 from rl_vlm.models.images import ImageLayout, ReadAhead
-from rl_vlm.models.kernels import NAME, SegmentLayout, dense_mask, segment_attention, wide_product
+from rl_vlm.models.kernels import wide_product
 from rl_vlm.models.modules import HeadDType, text_model, towers
 from rl_vlm.types import EncodedImage, RLVLMError
 

@@ -15,9 +15,10 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rl_vlm.batches import in_batches
+from rl_vlm.models.attention import causal_attention, last_token_attention
 from rl_vlm.models.families.generic import Backbone, ImageFeatures, KeysValues
 from rl_vlm.models.families.qwen_vl import PATCHES_AT_ONCE, WRITTEN_OUT, ImageProcessorSpec
-from rl_vlm.models.kernels import causal_attention, last_token_attention, rms_norm
+from rl_vlm.models.kernels import rms_norm
 from rl_vlm.models.modules import text_model
 from rl_vlm.types import EncodedImage, UserInputError
 
