@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_vlm.asking import Client, Endpoint, HTTPEndpoint, ServedEndpoint
+from rl_vlm.asking import Client, Endpoint, ServedEndpoint
+from rl_vlm.asking.http import HTTPEndpoint
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.labels import Labeller

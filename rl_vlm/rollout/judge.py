@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from rl_vlm.asking import Answer, Ask, HTTPEndpoint, Question, ServedEndpoint, ask_again
+from rl_vlm.asking import Answer, Ask, Question, ServedEndpoint, ask_again
+from rl_vlm.asking.http import HTTPEndpoint
 from rl_vlm.config import JudgeSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.rewards.judged import quoted, why_not_judged

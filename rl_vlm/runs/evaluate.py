@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.asking import HTTPEndpoint
+from rl_vlm.asking.http import HTTPEndpoint
 from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.grammars import format_matcher

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from image_corpus import encoded
 
 from rl_vlm import safe_text
-from rl_vlm.asking import EndpointError, HTTPEndpoint, Question
+from rl_vlm.asking import EndpointError, Question
+from rl_vlm.asking.http import HTTPEndpoint
 from rl_vlm.cli.output import ErrorReport, _StderrHandler
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders

@@ -35,7 +35,7 @@ from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
-from rl_vlm.models import kernels
+from rl_vlm.models import attention
 from rl_vlm.models.attention import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.models.families import qwen_vl
 from rl_vlm.models.families.qwen_vl import ImageProcessorSpec, frame_patches
@@ -236,8 +236,8 @@ def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: 
     sides = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     with (
-        mock.patch.object(kernels, "_takes_sequences", lambda query: as_on_a_gpu),
-        mock.patch.object(kernels, "varlen_attn", by_sequence),
+        mock.patch.object(attention, "_takes_sequences", lambda query: as_on_a_gpu),
+        mock.patch.object(attention, "varlen_attn", by_sequence),
     ):
         ours, _ = segment_attention(module, *sides, None, scaling=0.3, segments=SegmentLayout.of(segments))
     expected, _ = segment_attention(module, *sides, dense_mask(torch.from_numpy(segments)), scaling=0.3)

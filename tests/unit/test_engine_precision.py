@@ -21,7 +21,7 @@ from rl_vlm.config import apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models import kernels, loading
+from rl_vlm.models import attention, loading
 from rl_vlm.models.attention import causal_attention, last_token_attention, masked_attention, needs_own_keys
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve import plan

@@ -17,7 +17,8 @@ import pytest
 from label_support import pair, random_pairs
 from PIL import Image
 
-from rl_vlm.asking import HTTPEndpoint, choice_probabilities, server_url
+from rl_vlm.asking import choice_probabilities
+from rl_vlm.asking.http import HTTPEndpoint, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller
