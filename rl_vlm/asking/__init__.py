@@ -6,41 +6,31 @@ An endpoint answers many questions at once. A failure is an `EndpointError`, nev
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
-import logging
 import math
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
-from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.envs.address import is_loopback, token_header, url_host
-from rl_vlm.safe_text import excerpt, keep_secret, without_thoughts
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import (
     Completion,
     GenerationRequest,
     Grammar,
     Message,
-    Part,
     RLVLMError,
     SamplingParams,
     StopReason,
     UserInputError,
-    as_encoded,
 )
 from rl_vlm.waiting import JITTER
 
 if TYPE_CHECKING:  # slow to import, and an env runner without a judge needs neither
-    import httpx
-
     from rl_vlm.models.images import TextSide
 
 _REASON_CHARS = 400
