@@ -26,7 +26,7 @@ class DocumentedError(NamedTuple):
 def documented_errors() -> Iterator[DocumentedError]:
     """All public errors that derive from RLVLMError, read from the source: nothing is imported."""
     found = [
-        (".".join(("rl_vlm", *path.relative_to(_PACKAGE).with_suffix("").parts)), node)
+        (".".join(("rl_vlm", *path.relative_to(_PACKAGE).with_suffix("").parts)).removesuffix(".__init__"), node)
         for path in sorted(_PACKAGE.rglob("*.py"))
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
