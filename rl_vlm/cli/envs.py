@@ -82,7 +82,7 @@ def check(
     if as_json:
         checks = [asdict(finding) for finding in report.findings]
         found = {"id": env, "ok": report.ok, "checks": checks, "prompt": report.prompt, "image": image}
-        say(json.dumps({**found, **report.figures}, indent=2))
+        say(json.dumps({**found, **report.numbers}, indent=2))
     else:
         say(f"{report.prompt}\n" + (f"The first image is in {image}.\n" if image else ""))
         for finding in report.findings:

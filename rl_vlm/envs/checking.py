@@ -38,7 +38,7 @@ class Report:
     findings: list[CheckResult] = field(default_factory=list)
     prompt: str = ""
     image: EncodedImage | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -102,7 +102,7 @@ class _Checks:
         seconds = time.perf_counter() - started
         self.report.add("make", "", f"in {seconds:.2f} s")
         self.sizes = {split: self.env.num_items(split) for split in SPLITS}
-        self.report.figures |= {"make_s": round(seconds, 4), "num_items": self.sizes}
+        self.report.numbers |= {"make_s": round(seconds, 4), "num_items": self.sizes}
         for split, size in self.sizes.items():
             if size is not None and size < 1:
                 raise EnvError(f"the split {split} is empty")
@@ -141,8 +141,8 @@ class _Checks:
         self.report.add("ends", wrong, f"{len(turns)} episodes of {min(turns)} to {max(turns)} turns")
         reset = statistics.median(self.resets)
         step = statistics.median(seconds for _, taken in played for seconds in taken)
-        self.report.figures |= {"reset_ms": round(1000 * reset, 3), "step_ms": round(1000 * step, 3)}
-        self.report.figures |= {"turns": [min(turns), max(turns)], "rewards": [min(rewards), max(rewards)]}
+        self.report.numbers |= {"reset_ms": round(1000 * reset, 3), "step_ms": round(1000 * step, 3)}
+        self.report.numbers |= {"turns": [min(turns), max(turns)], "rewards": [min(rewards), max(rewards)]}
         cost = f"reset {1000 * reset:.2f} ms, step {1000 * step:.2f} ms"
         self.report.add("cost", f"{cost}: more than {SLOW_S:g} s" if max(reset, step) > SLOW_S else "", cost, "warn")
         said = "the answers given" if self.given else "words of the prompt"

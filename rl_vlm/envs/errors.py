@@ -145,7 +145,7 @@ def plain_values(info: Info) -> Info:
 
 
 def _small(digits: str) -> int:
-    if len(digits) > 300:  # beyond a float, which figures make of it; an answer may hold a thousand digits
+    if len(digits) > 300:  # beyond a float, which metrics make of it; an answer may hold a thousand digits
         raise ValueError
     return int(digits)
 

@@ -104,7 +104,7 @@ class Rows:
 
 
 def _value(cell: pa.Scalar) -> Any:
-    """The cell in Python; short floats as the decimal number that they stand for, because .1 has other digits there."""
+    """The cell in Python; short floats as the decimal that they stand for, because 0.1 has other digits there."""
     value = cell.as_py()
     short = {pa.float16(): np.float16, pa.float32(): np.float32}.get(cell.type)
     return value if value is None or short is None else float(str(short(value)))

@@ -33,7 +33,7 @@ def test_a_sound_environment_passes():
     ]  # fmt: skip
     assert report.prompt == "[user] [image 12x10] Item 0: say its number."
     assert report.image is not None and (report.image.width, report.image.height) == (12, 10)
-    assert report.figures["num_items"] == {"train": 12, "test": 6} and report.figures["turns"] == [2, 2]
+    assert report.numbers["num_items"] == {"train": 12, "test": 6} and report.numbers["turns"] == [2, 2]
 
 
 @pytest.mark.slow

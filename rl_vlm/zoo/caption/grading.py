@@ -22,7 +22,7 @@ from rl_vlm.rewards.text import behind_thought
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
-BETA = 0.5  # of the F figures: precision counts more, so that a list of guesses scores no higher than one wrong guess
+BETA = 0.5  # of the F scores: precision counts more, so that a list of guesses scores no higher than one wrong guess
 LONG_CLAUSE = 8  # content words; a clause that is longer, and longer than any reference's by REACH, is a list
 
 Unit = TypeVar("Unit")
