@@ -349,6 +349,7 @@ def test_what_is_taken(server: Server, changes: dict[str, Any], taken: bool) -> 
     assert reply.status_code == (200 if taken else 400), reply.text
 
 
+@pytest.mark.slow
 def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
     """Every field of vLLM's own request with its default, as clients send it that fill in all fields."""
     protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")

@@ -152,8 +152,13 @@ def test_tiles_equal_the_direct_computation_in_float32(
         assert one is None or torch.allclose(one, other, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("entropy", "frozen"),
+    [
+        ("none", False), ("none", True), ("value", True), ("gradient", True),
+        *(pytest.param(entropy, False, marks=pytest.mark.slow) for entropy in ("value", "gradient")),
+    ],
+)  # fmt: skip
 def test_the_written_gradient_passes_gradcheck(entropy: Any, frozen: bool) -> None:
     head: Any = Head(torch.float64)
     head.lm_head.weight.requires_grad_(not frozen)

@@ -233,6 +233,7 @@ def test_every_linear_layer_of_the_tower_is_adapted_and_nothing_else_of_it(tiny_
     assert len(adapted) == len(linears) + 2 * 7
 
 
+@pytest.mark.slow
 def test_engine_and_learner_agree_after_updates_of_the_tower(tiny_folder: Path) -> None:
     """Also on images that the learner has seen with another tower, in the pass before the first step."""
     loop = Loop(tiny_folder, 1.0, learner__lr=1e-2, **VISION)

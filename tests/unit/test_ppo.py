@@ -228,7 +228,13 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"), [("", "adamw"), ("head", "adamw"), ("adapter", "adamw"), ("adapter", "adafactor")]
+    ("kind", "optimizer"),
+    [
+        ("", "adamw"),
+        ("adapter", "adamw"),
+        pytest.param("head", "adamw", marks=pytest.mark.slow),
+        pytest.param("adapter", "adafactor", marks=pytest.mark.slow),
+    ],
 )
 def test_two_and_two_updates_equal_four_byte_for_byte(
     tiny_folder: Path, tmp_path: Path, kind: str, optimizer: str
@@ -252,6 +258,7 @@ def test_two_and_two_updates_equal_four_byte_for_byte(
     assert forgetful.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: str) -> None:
     """Fixed trajectories, policy fixed: after some steps the values explain the returns."""

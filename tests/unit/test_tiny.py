@@ -94,7 +94,9 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_other_weights(folder: Path
 # --- the model that comes with the package
 
 
-@pytest.mark.parametrize(("variant", "most_bytes"), [("small", 1_000_000), ("words", 2_100_000)])
+@pytest.mark.parametrize(
+    ("variant", "most_bytes"), [("small", 1_000_000), pytest.param("words", 2_100_000, marks=pytest.mark.slow)]
+)
 def test_a_shipped_model_is_the_one_that_the_code_builds(variant: str, most_bytes: int, tmp_path: Path) -> None:
     shipped = tiny.tiny_model_path(variant=variant)
     assert shipped == tiny.SHIPPED / variant
