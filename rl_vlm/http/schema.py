@@ -232,7 +232,7 @@ IGNORED = {
     "routed_experts_prompt_start", "return_token_offsets",
 }  # fmt: skip
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_told: set[str] = set()  # unknown fields that the log has named
+_logged: set[str] = set()  # unknown fields that the log has named
 
 
 class SampledRequest(BaseModel):
@@ -292,8 +292,8 @@ class SampledRequest(BaseModel):
                 given[name] = int(value) if isinstance(value, float) and value.is_integer() else value
             elif name not in USUAL:
                 ignored.append(name if _NAME.fullmatch(name) else "?")
-        if new := sorted({*ignored[:16]} - _told) if len(_told) < _MAX_FIELDS else []:
-            _told.update(new)
+        if new := sorted({*ignored[:16]} - _logged) if len(_logged) < _MAX_FIELDS else []:
+            _logged.update(new)
             logger.warning("Clients send fields that are not known here and are ignored: %s.", ", ".join(new))
         return {**given, "ignored_fields": ignored[:16]} if ignored else given
 

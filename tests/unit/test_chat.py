@@ -137,14 +137,6 @@ def test_turn_by_turn_equals_the_template_token_for_token(
     assert ids == template_ids(tokenizer, messages)
 
 
-def test_a_turn_that_was_cut_gets_its_end_unsampled(codec: ChatCodec) -> None:
-    following = [Message.of("user", "Go on.", IMAGE)]
-    whole = codec.encode_continuation(following, ended=True)
-    cut = codec.encode_continuation(following, ended=False)
-    assert cut.token_ids.tolist() == [codec.end_of_turn_id, *whole.token_ids.tolist()]
-    assert cut.images == whole.images == (IMAGE,)
-
-
 @RELAXED
 @given(
     opening=st.tuples(PARTS, st.booleans()),
