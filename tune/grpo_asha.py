@@ -9,7 +9,7 @@ The space is wide on purpose: most of its learning rates are too low or too high
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.results import report_best
 from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
@@ -33,7 +33,7 @@ def work(given: SweepArguments) -> None:
         "max_concurrent": 2,
         "stopping": {"name": "asha", "grace_period": every, "reduction_factor": 2},
     })  # fmt: skip
-    tell_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)
+    report_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Synchronous: nobody is replaced before everybody has come to the end of the inte
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.results import report_best
 from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
@@ -28,7 +28,7 @@ def work(given: SweepArguments) -> None:
         "shared": True,  # a trial that copies another starts anew, and replicas of its own would too
         "stopping": {"name": "pbt", "grace_period": interval},
     })  # fmt: skip
-    tell_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)
+    report_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)
 
 
 if __name__ == "__main__":

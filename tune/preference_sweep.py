@@ -10,7 +10,7 @@ Every setting gets the same number of labels in all. The agent's return on held-
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.results import report_best
 from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
@@ -30,7 +30,7 @@ def work(given: SweepArguments) -> None:
         "metric": "held_out/reward",
         "max_concurrent": 2,
     })  # fmt: skip
-    tell_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)
+    report_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)
 
 
 if __name__ == "__main__":
