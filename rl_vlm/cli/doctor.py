@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 
 from rl_vlm.files import cache_place
 from rl_vlm.machine import available_cores, available_memory, multiplies_bfloat16
-from rl_vlm.monitoring.top import token_file
+from rl_vlm.monitoring.cluster_metrics import token_file
 from rl_vlm.runs.surroundings import ClusterError, can_write, check_limits, cluster_address, is_loopback, ray_folder
 from rl_vlm.types import UserInputError
 

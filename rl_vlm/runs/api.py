@@ -20,7 +20,7 @@ from rl_vlm.config.recipes import find_config
 from rl_vlm.envs.loading import load_object
 from rl_vlm.monitoring.callbacks import Callback
 from rl_vlm.runs import train as training
-from rl_vlm.runs.run_folder import RunDir
+from rl_vlm.runs.remote_folder import RunDir
 from rl_vlm.types import UserInputError
 
 DATA_ENV = "QA-v0"

@@ -17,7 +17,8 @@ from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.monitoring.display import SFT_ROWS
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import weights_size
-from rl_vlm.runs.run_folder import RunDir, opened_run_folder
+from rl_vlm.runs.remote_folder import RunDir
+from rl_vlm.runs.run_folder import opened_run_folder
 from rl_vlm.statistics import wilson_interval
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
 from rl_vlm.types import Trajectory, UserInputError

@@ -15,7 +15,8 @@ from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.runs.policy_checks import inspect_policy_run
 from rl_vlm.runs.preference import PreferenceRun, inspect_preference_run
 from rl_vlm.runs.preference_evaluation import evaluate_preference_run
-from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
+from rl_vlm.runs.remote_folder import RunDir
+from rl_vlm.runs.run_folder import check_run_dir, opened_run_folder
 from rl_vlm.runs.surroundings import check_resources, joins_cluster
 from rl_vlm.types import UserInputError
 

@@ -22,7 +22,8 @@ from rl_vlm.config.loading import changes_since
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
 from rl_vlm.runs.ray_session import prepare_ray, ray_cluster
-from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
+from rl_vlm.runs.remote_folder import is_remote
+from rl_vlm.runs.run_folder import check_is_kept, held
 from rl_vlm.runs.signals import InterruptedRun, StopRequest
 from rl_vlm.runs.surroundings import available_cpus, gpu_sizes, joins_cluster
 from rl_vlm.runs.train import inspect_run, kind_of

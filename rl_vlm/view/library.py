@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.runs.api import load_run
-from rl_vlm.runs.run_folder import RunDir, is_remote
+from rl_vlm.runs.remote_folder import RunDir, is_remote
 from rl_vlm.types import UserInputError
 from rl_vlm.view.reader import SCHEMA, NotThereError, RunReader
 from rl_vlm.view.trials import TrialRun

@@ -7,13 +7,12 @@ is left out.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -25,15 +24,13 @@ import pyarrow.compute as pc
 from yaml import YAMLError
 
 from rl_vlm.config.loading import leaves
-from rl_vlm.envs.tool_forms import ToolCallError
-from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.files import to_jsonable
 from rl_vlm.runs.api import Run
 from rl_vlm.types import UserInputError
+from rl_vlm.view.conversation import Answer, crops_of, messages_in_parts, turn_facts
 from rl_vlm.view.findings import Finding, findings
 
 SCHEMA = 1
-Answer = dict[str, Any]
 _FOLDERS = {"train": "trajectories", "eval": "evaluations"}
 _MESSAGES = 500  # the newest that are shown
 _PICTURES = 4  # of a segment, evenly spaced
@@ -41,8 +38,6 @@ _SILENT_S = 600.0  # a run that writes nothing for so long has ended
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILM = re.compile(r"step(\d+)_episode\d+_(-?[\d.]+(?:e[+-]?\d+)?)\.gif")
 _EPISODE = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,6})")
-_BLOCKS = re.compile(r"(<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)|<tool_call>.*?(?:</tool_call>|\Z))", re.DOTALL)
-_THOUGHT = re.compile(r"</?think(?:ing)?>")
 # Column of a list → that of the file.
 _LISTED = {
     **{name: name for name in ("iteration", "env", "stage", "index", "variant", "view", "category", "reward",
@@ -183,11 +178,6 @@ class RunReader:
             },
         }  # fmt: skip
 
-    def rows(self) -> list[dict[str, float]]:
-        """The metrics of each iteration that are known."""
-        rows = self._run.progress.to_dict("records")
-        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
-
     def _rows(self, name: str, stamp: str) -> int:
         return self._once(f"{name}#rows", stamp, lambda _: self._run.parquet(name).metadata.num_rows) or 0
 
@@ -246,12 +236,12 @@ class RunReader:
     def _conversation(self, row: Mapping[str, Any]) -> Answer:
         info = json.loads(row["info"])
         turns = row["turns"] or []
-        messages = _messages(json.loads(row["messages"]), len(turns), self._size, _crops(info))
+        messages = messages_in_parts(json.loads(row["messages"]), len(turns), self._size, crops_of(info))
         sampled = row["loss_mask"]
         replicas = row["replica_ids"] or [""]
         return {
             "messages": messages,
-            "turns": [_turn(turn, replicas[min(k, len(replicas) - 1)]) for k, turn in enumerate(turns)],
+            "turns": [turn_facts(turn, replicas[min(k, len(replicas) - 1)]) for k, turn in enumerate(turns)],
             "info": info,
             "error": row["error"],
             "tokens": row.get("tokens") or [str(token) for token in row["token_ids"]],
@@ -366,82 +356,6 @@ def _columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
 
 def _number(name: str) -> int:
     return int(re.sub(r"\D", "", name.split("/")[-1]) or 0)
-
-
-def _messages(
-    messages: Sequence[Mapping[str, Any]],
-    turns: int,
-    size: Callable[[str], tuple[int, int]],
-    crops: Mapping[int, Answer],
-) -> list[Answer]:
-    """The conversation in parts: texts, thoughts, tool calls and pictures."""
-    spoken = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    turn_of = {k: turn for turn, k in enumerate(spoken[max(len(spoken) - turns, 0) :])}
-    pictures = itertools.count()
-
-    def parts_of(part: Any, role: str) -> Iterator[Answer]:
-        if not isinstance(part, str):
-            number, (width, height) = next(pictures), size(part["image"])
-            yield {"picture": {"sha": part["image"], "width": width, "height": height, "of": crops.get(number)}}
-        elif role == "assistant":
-            yield from _said(part)
-        elif part:
-            yield {"text": part}
-
-    return [
-        {
-            "role": message["role"],
-            "parts": [one for part in message["parts"] for one in parts_of(part, message["role"])],
-            "turn": turn_of.get(k),
-        }
-        for k, message in enumerate(messages)
-    ]
-
-
-def _said(text: str) -> Iterator[Answer]:
-    """An answer as texts, thoughts and tool calls; everything before a lone `</think>` is a thought."""
-    lone = re.match(r"((?:(?!<think).)*?)</think(?:ing)?>", text, re.DOTALL)
-    if lone:
-        yield {"thought": lone[1]}
-        text = text[lone.end() :]
-    for block in _BLOCKS.split(text):
-        if block.startswith("<think"):
-            yield {"thought": _THOUGHT.sub("", block)}
-        elif block.startswith("<tool_call>"):
-            call = None
-            with suppress(ToolCallError):
-                call = parse_tool_call(block)
-            yield (
-                {"text": block}
-                if call is None
-                else {"call": {"name": call.name, "arguments": call.arguments, "raw": block}}
-            )
-        elif block:
-            yield {"text": block}
-
-
-def _crops(info: Mapping[str, Any]) -> dict[int, Answer]:
-    """By the number of a picture: which earlier one it shows a part of, as an environment says in `info["crops"]`."""
-    crops: dict[int, Answer] = {}
-    with suppress(*_DAMAGED):
-        for crop in info.get("crops", ()):
-            left, top, right, bottom = map(float, crop["box"])
-            crops[int(crop["picture"])] = {"picture": int(crop["of"]), "box": [left, top, right, bottom]}
-    return crops
-
-
-def _turn(turn: Mapping[str, Any], replica: str) -> Answer:
-    return {
-        "start": turn["start"],
-        "stop": turn["stop"],
-        "version": turn["policy_version"],
-        "versions": [{"tokens": tokens, "version": version} for tokens, version in turn.get("pieces") or ()],
-        "replica": replica,
-        "stopReason": turn["stop_reason"],
-        "reward": turn["reward"],
-        "parts": turn.get("parts") or [],
-        "wellFormed": turn.get("well_formed") is not False,
-    }
 
 
 def _sampled(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[float | None] | None:

@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic_core import to_json
 
 from rl_vlm.files import write_atomic
-from rl_vlm.runs.run_folder import RunDir
+from rl_vlm.runs.remote_folder import RunDir
 from rl_vlm.types import UserInputError
 from rl_vlm.view.library import Library
 from rl_vlm.view.server import PAGE

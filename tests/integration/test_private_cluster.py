@@ -17,8 +17,8 @@ from http_support import wait_until
 from prometheus_client.samples import Sample
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.monitoring.cluster_metrics import parse
 from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RunMetrics
-from rl_vlm.monitoring.top import parse
 from rl_vlm.runs.ray_session import PrivateNode, ray_cluster
 from rl_vlm.runs.surroundings import is_loopback
 

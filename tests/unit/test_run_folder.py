@@ -14,15 +14,10 @@ import pytest
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.ownership import RUN_MARKER, files_in, mark_run, run_files
-from rl_vlm.runs import run_folder
+from rl_vlm.runs import remote_folder, run_folder
 from rl_vlm.runs.lifecycle import BaseRun
-from rl_vlm.runs.run_folder import (
-    RemoteFolder,
-    RemoteStorageError,
-    opened_run_folder,
-    prepare_run_dir,
-    remote_run_folder,
-)
+from rl_vlm.runs.remote_folder import RemoteFolder, RemoteStorageError, remote_run_folder
+from rl_vlm.runs.run_folder import opened_run_folder, prepare_run_dir
 from rl_vlm.types import UserInputError
 
 
@@ -313,7 +308,7 @@ def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeyp
     def push(self: RemoteFolder) -> None:
         raise RemoteStorageError("memory://bucket/run could not be written: 403.")
 
-    monkeypatch.setattr(run_folder, "_LAST_COPY_S", 0.2)
+    monkeypatch.setattr(remote_folder, "_LAST_COPY_S", 0.2)
     monkeypatch.setattr(RemoteFolder, "push", push)
     with pytest.raises(RemoteStorageError), remote_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "1\n")

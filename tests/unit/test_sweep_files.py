@@ -15,7 +15,6 @@ import yaml
 from pydantic import ValidationError
 from tables import table
 
-from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.runs import run_folder
@@ -143,30 +142,6 @@ def test_trials_are_not_stopped_by_a_figure_that_is_not_there_yet(stopping: str)
         sweep(space=space, metric=metric, stopping={"name": stopping, "grace_period": grace}).check_evaluations(RUN)
     with pytest.raises(UserInputError, match="evaluation.every"):
         sweep(space=space, stopping={"name": stopping, "grace_period": 20}).check_evaluations(RUN)
-
-
-def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
-    """Its counter would fall behind Tune's, and it would be trained from the beginning."""
-
-    class Algorithm:
-        run_config = RUN
-        updates = 0
-
-        def progress(self) -> tuple[int, int, int]:
-            return self.updates, 10, 5
-
-        def held_out(self) -> dict[str, float]:
-            return {"accuracy": 0.25}
-
-        def step(self) -> dict[str, float]:
-            self.updates = 0 if self.updates == 3 else self.updates + 1
-            return {}
-
-    trial = trial_class(Algorithm)()  # type: ignore[arg-type]
-    for _ in range(3):
-        assert trial.step()["held_out"] == {"accuracy": 0.25}
-    with pytest.raises(LearnerDiedError):
-        trial.step()
 
 
 def test_less_is_better_with_mode_min(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from ports import local_server
 from rich.console import Console
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.monitoring.top import default_dashboard, overview, parse, read_cluster, table
+from rl_vlm.monitoring.cluster_metrics import default_dashboard, overview, parse, read_cluster
+from rl_vlm.monitoring.top import table
 
 RUN = 'Component="core_worker",NodeAddress="10.0.0.1",WorkerId="w1",policy="policy",run="quick"'
 REPLICA = (
