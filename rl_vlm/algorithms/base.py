@@ -226,7 +226,7 @@ class RunAlgorithm(Algorithm):
         )
 
     def _start_runners(self) -> None:
-        """Start the env runners, which get ready while the learners start; Ray restarts those that die."""
+        """Start the env runners, which get ready while the learners start; Ray restarts them when they die."""
         config, kind = self.config, self.config.runner_class
         settings = RunnerConfig(self.run_config, config.run_id, config.served_model, config.policy_key)
         self.runners = Actors({})

@@ -126,7 +126,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(checkpoints: Path, read: Callable[[Path], object] = read_checkpoint) -> Path | None:
-    """The newest checkpoint that `read` accepts, with a warning for those that are passed over; None without any.
+    """The newest checkpoint that `read` accepts, with a warning for each that is passed over; None without any.
     Raises UserInputError when none can be read: beginning anew would delete the run's history."""
     passed: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):

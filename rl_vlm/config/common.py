@@ -17,7 +17,7 @@ from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSectio
 
 
 @dataclass(frozen=True, slots=True)
-class Actors:
+class ActorGroup:
     """Actors of one kind that a run holds together, and the logical CPUs and GPUs of each."""
 
     kind: str
@@ -92,15 +92,15 @@ class CommonConfig(Section, ABC):
         return self.serving.max_rows * self.serving.num_replicas
 
     @property
-    def actors(self) -> list[Actors]:
+    def actors(self) -> list[ActorGroup]:
         """All actors of a run; a learner inside the driver counts where it needs a GPU."""
         serving, learner, runners = self.serving, self.learner, self.collection
         replicas = serving.num_replicas if self.serves else 0
         return [
-            Actors("replicas", replicas, serving.cpus_per_replica, serving.gpus_per_replica),
-            Actors("env runners", runners.num_env_runners, runners.cpus_per_env_runner, 0.0),
-            Actors("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
-            Actors("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
+            ActorGroup("replicas", replicas, serving.cpus_per_replica, serving.gpus_per_replica),
+            ActorGroup("env runners", runners.num_env_runners, runners.cpus_per_env_runner, 0.0),
+            ActorGroup("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
+            ActorGroup("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
         ]
 
     @property

@@ -163,7 +163,7 @@ class SessionFiles:
 
     def _unpack(self, row: dict[str, Any]) -> Segment:
         observations, actions, rewards = (np.array(row[name], np.float32) for name in _ARRAYS)
-        # The names come from a file that others may have written; image_bytes refuses paths that leave the folder.
+        # The names come from a file that others may have written; image_bytes rejects paths that leave the folder.
         frames = [pixels(image_bytes(f"images/{sha}.png", self.folder)) for sha in row["frames"]]
         steps, pictures = row["steps"], np.stack(frames) if frames else None
         return Segment(observations.reshape(steps, -1), actions.reshape(steps, -1), rewards, pictures)

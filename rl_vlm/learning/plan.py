@@ -104,7 +104,7 @@ class TokenRecord:
 class UpdateBatch:
     """One learner's share of one update: its part of every optimiser step, and what all learners agree on."""
 
-    minibatches: list[Minibatch]  # empty: those that the learner has scored last
+    minibatches: list[Minibatch]  # empty: the ones that the learner has scored last
     active: list[bool]  # by step: whether any learner has samples
     advantages: Arrays  # by trajectory id float32 [sampled tokens]
     returns: Arrays  # normalised; empty without a critic

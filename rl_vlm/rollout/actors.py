@@ -32,7 +32,7 @@ class ActorLostError(RLVLMError):
 
 
 class Actors:
-    """Actors by number. Ray restarts those that die, if they were started so. A death is counted once, however many
+    """Actors by number. Ray restarts them when they die, if they were started so. A death is counted once, however many
     calls fail with it."""
 
     def __init__(self, handles: Mapping[int, Any]) -> None:

@@ -252,7 +252,7 @@ class Rollouts:
         )
 
     def _take(self, count: int, version: int) -> list[TrajectoryGroup]:
-        """Groups for the learner, from the buffer; those that are too old are dropped."""
+        """Groups for the learner, from the buffer; groups that are too old are dropped."""
         taken, stale = self._buffer.take(count, version)
         if stale:
             self.dropped["too_old"] += len(stale)

@@ -91,7 +91,7 @@ def try_parts(settings: RewardSection, text: TextSide) -> None:
     turns = [(Turn(3, 6, 0, StopReason.END_OF_TURN, reward),) for reward in (0.0, 1.0)]
     logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
     made = [Trajectory(str(k), ids, mask, logprobs, turns[k], TrajectoryStatus.COMPLETED) for k in range(2)]
-    no_client: Any = None  # those that ask the policy are coroutine functions
+    no_client: Any = None  # parts that ask the policy are coroutine functions
     answered = AnsweredGroup(TrajectoryGroup("made", 0, made), (("0",), ("1",)), settings, no_client, text)
     for name in set(settings.weights) & REWARD_PARTS.keys():
         if not inspect.iscoroutinefunction(part := REWARD_PARTS[name]):

@@ -1,4 +1,4 @@
-"""Makes the tasks of a run, in rounds, and repeats those that were under way when it was interrupted."""
+"""Makes the tasks of a run, in rounds, and repeats what was under way when it was interrupted."""
 
 from __future__ import annotations
 

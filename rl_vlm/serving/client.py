@@ -80,7 +80,7 @@ class PolicyClient:
         return await future
 
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
-        """Tell replicas which images the next requests will show, one entry per request, in order. A hint: failures are
+        """Announce to replicas the images of the next requests, one entry per request, in order. A hint: failures are
         ignored, and without coalescing, when replicas are not known yet, nothing is done."""
         if not self.coalesce:
             return

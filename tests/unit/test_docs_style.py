@@ -1,7 +1,11 @@
-"""The pages can be read: short sentences, pages of at most 2,000 words, the field's words, and anchors that exist."""
+"""Pages and code can be read: short sentences, pages of at most 2,000 words, the field's words, and anchors that exist."""
 
+import ast
+import io
 import re
 import statistics
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,21 @@ WORDS = {
     r"\bthose that\b|\bthat there (are|is)\b|\bof theirs\b|\bwhat is (said|told)\b": "name the thing",
     r"(?<![\w.])\.\d": "0.97, not .97",
 }
+
+# In code a point may also begin a format or a file's suffix.
+CODE_WORDS = {
+    **{word: better for word, better in WORDS.items() if not word.endswith(r"\.\d")},
+    r"(?<=[\s(])\.\d": "0.97, not .97",
+    r"\b[Nn]obody\b": "no one, or name the thing",
+    r"\b[Tt]old\b|\b[Tt]ells?\b": "says, warns, reports",
+}
+ROOMS = sorted(path for path in (ROOT / "rl_vlm").iterdir() if path.is_dir() or path.suffix == ".py")
+# Words in their right place, by folder or file: pictures and geometry have figures, `judge/refused` is a metric's name,
+# and the texts that models read stay as they are.
+MEANT = {
+    ("plots", "figures"), ("cli", "figures"), ("geo3k", "figures"), ("monitoring", "refused"), ("metrics.py", "refused"),
+    ("prompts.py", "told"), ("environment.py", "tells"), ("answers.py", "tell"), ("tokenizer.py", "that there is"),
+}  # fmt: skip
 
 
 def prose(text: str) -> str:
@@ -58,6 +77,38 @@ def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose(page.read_text()))
     found = {(match[0], better) for word, better in WORDS.items() for match in re.finditer(word, text)}
     assert not found
+
+
+def code_texts(file: Path) -> Iterator[tuple[int, str]]:
+    """Comments, texts without what `{}` puts into them, and names in words, each with its line."""
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+        kind, text = tokenize.tok_name[token.type], token.string
+        if kind == "NAME":
+            yield token.start[0], text.replace("_", " ")
+        elif kind in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
+            yield token.start[0], re.sub(r"\{(?:[^{}]|\{[^{}]*\})*\}", "", text)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.stem)
+def test_code_uses_the_words_of_the_field(room: Path) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {match[0]!r}, better: {better}"
+        for file in sorted(room.rglob("*.py") if room.is_dir() else [room])
+        for line, text in code_texts(file)
+        for word, better in CODE_WORDS.items()
+        for match in re.finditer(word, text)
+        if not {(file.parent.name, match[0]), (file.name, match[0])} & MEANT
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    places: dict[str, list[str]] = {}
+    for file in (ROOT / "rl_vlm").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
