@@ -1,6 +1,7 @@
 """The configuration of a run: sections only, one file per concern. Nothing here imports what reads it."""
 
 from rl_vlm.config.common import CommonConfig
+from rl_vlm.config.env import CurriculumSection, EnvPart, EnvSection, JudgeSection, RewardFunction, RewardSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
 from rl_vlm.config.learner import (
     AlgorithmSection,
@@ -26,15 +27,7 @@ from rl_vlm.config.preference import (
     RewardModelSection,
     SACSection,
 )
-from rl_vlm.config.rollout import (
-    CurriculumSection,
-    EnvPart,
-    EnvSection,
-    JudgeSection,
-    RewardFunction,
-    RewardSection,
-    RolloutSection,
-)
+from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import (
     AutoscalingSection,

@@ -8,16 +8,10 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from rl_vlm.config.common import CommonConfig
+from rl_vlm.config.env import CurriculumSection, EnvSection, JudgeSection
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
 from rl_vlm.config.logging import LoggingSection
-from rl_vlm.config.rollout import (
-    CurriculumSection,
-    EnvSection,
-    EvaluationSection,
-    JudgeSection,
-    RolloutSection,
-    SightSection,
-)
+from rl_vlm.config.rollout import EvaluationSection, RolloutSection, SightSection
 from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")

@@ -36,7 +36,7 @@ ROOMS = sorted(path for path in (ROOT / "rl_vlm").iterdir() if path.is_dir() or 
 # and the texts that models read stay as they are.
 MEANT = {
     ("plots", "figures"), ("cli", "figures"), ("geo3k", "figures"), ("monitoring", "refused"), ("metrics.py", "refused"),
-    ("prompts.py", "told"), ("environment.py", "tells"), ("answers.py", "tell"), ("tokenizer.py", "that there is"),
+    ("templates.py", "told"), ("environment.py", "tells"), ("answers.py", "tell"), ("tokenizer.py", "that there is"),
 }  # fmt: skip
 
 
