@@ -62,7 +62,7 @@ real: install ## Each real thing once: the quickstart run, a server, vLLM, a pre
 test: lint unit real ## All of these three: ten minutes on two cores
 
 slow: install ## Everything else that is no acceptance test: model families, strategies, recipes, fuzzing, the browser
-	$(SHARED) -m slow tests/e2e tests/integration tests/security tests/unit
+	$(SHARED) -m "slow and not acceptance" tests/e2e tests/integration tests/security tests/unit
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests

@@ -67,15 +67,11 @@ def test_large_recipes_pass_a_dry_run_and_state_what_they_need(
     assert billions == pytest.approx(QWEN3_VL[size][1], rel=0.02)
 
 
-@pytest.mark.parametrize("size", ["2b", "4b"])
-def test_large_recipes_of_street_views_pass_a_dry_run(size: str, model_folders: dict[str, Path]) -> None:
-    config = ROOT / f"configs/geospot_qwen3vl_{size}.yaml"  # without data it plays drawn maps
+# Without data these play drawn maps and drawn pictures.
+@pytest.mark.parametrize(("recipe", "size"), [("geospot", "2b"), ("geospot", "4b"), ("zoom", "2b")])
+def test_large_recipes_without_data_pass_a_dry_run(recipe: str, size: str, model_folders: dict[str, Path]) -> None:
+    config = ROOT / f"configs/{recipe}_qwen3vl_{size}.yaml"
     assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}"]) == 0
-
-
-def test_the_large_recipe_of_the_zoom_passes_a_dry_run(model_folders: dict[str, Path]) -> None:
-    config = ROOT / "configs/zoom_qwen3vl_2b.yaml"  # without data it plays drawn pictures
-    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders['2b']}"]) == 0
 
 
 def test_recipes_for_data_of_ones_own_pass_a_dry_run(

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-UNIT = Path(__file__).parents[1] / "unit"
-sys.path.append(str(UNIT))
-from http_support import EngineBackend, Server, serving, tiny_engine  # noqa: E402
+from http_support import EngineBackend, Server, serving, tiny_engine
 
 pytestmark = pytest.mark.timeout(400)
 
