@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.actors import ActorPool
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.registry import Changes
 from rl_vlm.types import POLICY, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -63,11 +63,11 @@ class _Runner:
         self.sample, self.ping = host.sample, host.ping
 
 
-def runners(count: int, seconds: float) -> tuple[Actors, list[Any]]:
+def runners(count: int, seconds: float) -> tuple[ActorPool, list[Any]]:
     """Simulated env runners below the real bookkeeping, and the actors to kill at the end."""
     hosts = [RunnerHost.remote(seconds) for _ in range(HOSTS)]
     ray.get([host.__ray_ready__.remote() for host in hosts], timeout=60)
-    return Actors({k: _Runner(hosts[k % HOSTS]) for k in range(count)}), hosts
+    return ActorPool({k: _Runner(hosts[k % HOSTS]) for k in range(count)}), hosts
 
 
 async def follow(registry: Any, replica: str, ended: asyncio.Event) -> None:

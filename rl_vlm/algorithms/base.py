@@ -25,7 +25,7 @@ from rl_vlm.envs.loading import load_plugins
 from rl_vlm.machine import available_memory
 from rl_vlm.models.memory.placement import driver_gpu
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.actors import ActorPool
 from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
 from rl_vlm.serving.registry import OWN
 from rl_vlm.tracing import Span
@@ -94,7 +94,7 @@ class RunAlgorithm(Algorithm):
     run_config: TrainConfig
     _service: PolicyService | None = None
     learner_group: Any
-    runners: Actors
+    runners: ActorPool
     local_runner: Any = None  # an env runner in this process, where there are no others
 
     @classmethod
@@ -226,10 +226,10 @@ class RunAlgorithm(Algorithm):
         )
 
     def _start_runners(self) -> None:
-        """Start the env runners, which get ready while the learners start; Ray restarts them when they die."""
+        """Start the env runners, which get ready while the learners start; Ray restarts a runner that dies."""
         config, kind = self.config, self.config.runner_class
         settings = RunnerConfig(self.run_config, config.run_id, config.served_model, config.policy_key)
-        self.runners = Actors({})
+        self.runners = ActorPool({})
         if not config.num_env_runners:
             self.local_runner = kind(config=settings, worker_index=0)
             return
@@ -240,7 +240,7 @@ class RunAlgorithm(Algorithm):
             max_concurrency=kind.concurrent_calls(self.run_config),
         )(kind)
         in_trial = get_current_placement_group() is not None  # whose first bundle is the trial's own
-        self.runners = Actors(
+        self.runners = ActorPool(
             {
                 number: actor.options(placement_group_bundle_index=number if in_trial else -1).remote(
                     config=settings, worker_index=number

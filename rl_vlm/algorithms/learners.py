@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.rollout.actors import ActorLostError, Actors
+from rl_vlm.rollout.actors import ActorLostError, ActorPool
 from rl_vlm.types import RLVLMError
 
 _TIMEOUT_S = 300.0
@@ -55,7 +55,7 @@ class Learners:
 
     def _take(self, group: Any) -> None:
         self.group = group
-        self.actors = Actors({} if group.is_local else dict(enumerate(group._workers)))
+        self.actors = ActorPool({} if group.is_local else dict(enumerate(group._workers)))
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """`function(learner)` of the first learner that answers; all hold the same weights. Where each holds a part of

@@ -22,7 +22,7 @@ from rl_vlm.preference.collector import (
     make_run_env,
 )
 from rl_vlm.preference.evaluation import EpisodeResult, evaluate
-from rl_vlm.rollout.actors import ActorLostError, Actors
+from rl_vlm.rollout.actors import ActorLostError, ActorPool
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import UserInputError
 
@@ -73,7 +73,7 @@ class ControlSampler:
     """Collects from env runners, or from a `local` one where there are no others, for at most `timeout_s` a round. A
     runner that dies is called anew."""
 
-    def __init__(self, runners: Actors, local: ControlEnvRunner | None, timeout_s: float) -> None:
+    def __init__(self, runners: ActorPool, local: ControlEnvRunner | None, timeout_s: float) -> None:
         self._runners, self._local, self._timeout_s = runners, local, timeout_s
         self.num_envs: int = 1 if local is not None else len(runners)
         self.episode_counts = [0] * self.num_envs  # the first episode number of a replaced runner

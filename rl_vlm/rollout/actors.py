@@ -1,4 +1,4 @@
-"""Actors that may die or hang: calls with a deadline, and restarts.
+"""ActorPool that may die or hang: calls with a deadline, and restarts.
 
 Env runners, the runners of control environments, and learners are called through this.
 """
@@ -31,8 +31,8 @@ class ActorLostError(RLVLMError):
     """
 
 
-class Actors:
-    """Actors by number. Ray restarts them when they die, if they were started so. A death is counted once, however many
+class ActorPool:
+    """ActorPool by number. Ray restarts an actor that dies, if it was started so. A death is counted once, however many
     calls fail with it."""
 
     def __init__(self, handles: Mapping[int, Any]) -> None:
@@ -115,7 +115,7 @@ class Actors:
 class Calls:
     """One call to each of some actors."""
 
-    def __init__(self, actors: Actors, ask: Ask, numbers: Sequence[int]) -> None:
+    def __init__(self, actors: ActorPool, ask: Ask, numbers: Sequence[int]) -> None:
         self._actors, self._ask, self._numbers = actors, ask, numbers
         self._running = {self._send(number): number for number in numbers}
 

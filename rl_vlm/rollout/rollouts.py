@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.actors import ActorPool
 from rl_vlm.rollout.sampler import (
     RESTART_GRACE_S,
     STOP_CHECK_S,
@@ -300,7 +300,7 @@ class Rollouts:
             self.requests_by_replica = Counter(state["requests_by_replica"])
 
 
-def make_rollouts(runners: Actors, stream: TaskStream, run: PolicyConfig) -> Rollouts:
+def make_rollouts(runners: ActorPool, stream: TaskStream, run: PolicyConfig) -> Rollouts:
     # All may have been on one preemptible node: the autoscaler starts another machine.
     grace_s = max(RESTART_GRACE_S, run.serving.startup_timeout_s if os.environ.get("RL_VLM_AUTOSCALING") else 0.0)
     places = run.rollout.groups_at_once + 1  # see VLMEnvRunner.concurrent_calls

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.actors import ActorPool
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.types import RLVLMError
 
@@ -69,7 +69,7 @@ class Sampler:
         grace_s: how long to wait for a first runner to come back when all have died.
     """
 
-    def __init__(self, runners: Actors, sharded: bool, places: int = 1, grace_s: float = RESTART_GRACE_S) -> None:
+    def __init__(self, runners: ActorPool, sharded: bool, places: int = 1, grace_s: float = RESTART_GRACE_S) -> None:
         self.runners = runners
         self._sharded, self._places, self._grace_s = sharded, places, grace_s
         self._open: dict[ray.ObjectRef, _Call] = {}

@@ -18,7 +18,7 @@ from rl_vlm.preference.collector import CollectionError, Collector, NumpyActor, 
 from rl_vlm.preference.env_runner import ControlSampler
 from rl_vlm.preference.evaluation import EpisodeResult, evaluate
 from rl_vlm.rollout import actors
-from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.actors import ActorPool
 
 
 def actor(seed: int = 0) -> NumpyActor:
@@ -140,7 +140,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
 
 
 def sampler(runners: dict[int, Runner]) -> ControlSampler:
-    return ControlSampler(Actors(runners), None, 30)
+    return ControlSampler(ActorPool(runners), None, 30)
 
 
 def seeds_of(results: list[EpisodeResult]) -> list[int]:

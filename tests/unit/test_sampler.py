@@ -12,7 +12,7 @@ from ray_support import DEAD, HANGS, RAY, Reference
 from rl_vlm.config import PolicyConfig
 from rl_vlm.rollout import actors
 from rl_vlm.rollout import sampler as module
-from rl_vlm.rollout.actors import Actors
+from rl_vlm.rollout.actors import ActorPool
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
@@ -72,8 +72,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
     return Manager(2)
 
 
-def runners_of(manager: Manager) -> Actors:
-    return Actors(manager.runners)
+def runners_of(manager: Manager) -> ActorPool:
+    return ActorPool(manager.runners)
 
 
 def sampler_of(manager: Manager) -> Sampler:
@@ -116,7 +116,7 @@ def test_a_late_answer_from_a_runners_earlier_life_says_nothing_about_its_health
 # --- one call per group
 
 
-def continuous_of(manager: Manager, places: int = 8) -> tuple[Sampler, Actors]:
+def continuous_of(manager: Manager, places: int = 8) -> tuple[Sampler, ActorPool]:
     runners = runners_of(manager)
     return Sampler(runners, sharded=False, places=places), runners
 
