@@ -69,7 +69,7 @@ class SightProbe:
         chosen = [group.trajectories[0] for group in groups if group.trajectories[0].images][: self._settings.samples]
         if not chosen:
             return {}, []
-        # With a lag the learner's weights are newer than those of the samples: only what the learner does can be judged.
+        # With a lag the learner's weights are newer than those of the samples, so only the learner can be judged.
         fresh = all(trajectory.oldest_version == version for trajectory in chosen)
         self.agreement = self.effect = float("nan")
         faults = self._compared(chosen, counterfactuals=fresh and is_early)
