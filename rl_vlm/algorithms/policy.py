@@ -22,7 +22,7 @@ from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.estimators import Estimate, ReturnScale, explained_variance, flat
+from rl_vlm.learning.experience import Estimate, flat
 from rl_vlm.learning.learner import VLMLearner, VLMModule
 from rl_vlm.learning.optimizer import lr_factor
 from rl_vlm.learning.plan import (
@@ -36,6 +36,7 @@ from rl_vlm.learning.plan import (
     make_experience,
     update_batches,
 )
+from rl_vlm.learning.returns import ReturnScale, explained_variance
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.placement import shares_gpu

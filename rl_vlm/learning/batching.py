@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_vlm.batches import in_batches
-from rl_vlm.learning.estimators import turn_lengths
+from rl_vlm.learning.experience import turn_lengths
 from rl_vlm.models.images import ImageLayout
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 

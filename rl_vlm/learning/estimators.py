@@ -5,124 +5,17 @@ Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.learning.experience import Arrays, Estimate, EstimatorError, Experience, flat, turn_lengths
+from rl_vlm.learning.gae import gae, trajectory_gae
 from rl_vlm.registry import Registry
 from rl_vlm.statistics import are_equal
-from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Rescaling:
-    """A change of normalisation: a normalised value v becomes factor · v + shift and means the same return."""
-
-    factor: float = 1.0
-    shift: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnScale:
-    """Running mean and mean square of returns, exponentially weighted and without the bias of the start."""
-
-    mean_sum: float = 0.0
-    square_sum: float = 0.0
-    weight: float = 0.0
-
-    _DECAY = 0.9  # per iteration
-    _LEAST_STD = 1e-2
-
-    @property
-    def mean(self) -> float:
-        return self.mean_sum / self.weight if self.weight else 0.0
-
-    @property
-    def std(self) -> float:
-        """The standard deviation, bounded below so that equal returns do not blow up."""
-        if not self.weight:
-            return 1.0
-        return max(max(self.square_sum / self.weight - self.mean**2, 0.0) ** 0.5, self._LEAST_STD)
-
-    def observe(self, returns: np.ndarray) -> ReturnScale:
-        """With the finite returns of another iteration."""
-        seen = returns[np.isfinite(returns)].astype(np.float64)
-        if not len(seen):
-            return self
-        keep, add = self._DECAY, 1 - self._DECAY
-        mean, square = float(seen.mean()), float((seen**2).mean())
-        before = (self.mean_sum, self.square_sum, self.weight)
-        return ReturnScale(*(keep * old + add * new for old, new in zip(before, (mean, square, 1.0), strict=True)))
-
-    def rescaling_to(self, new: ReturnScale) -> Rescaling:
-        """The change of normalisation to a new scale. Without returns so far a value of 0 meant the mean return,
-        whatever that is, and stays."""
-        if not self.weight:
-            return Rescaling()
-        return Rescaling(self.std / new.std, (self.mean - new.mean) / new.std)
-
-
-def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - Var(R - V) / Var(R) over the tokens that have a return; 0 where all returns are equal."""
-    known = np.isfinite(returns)
-    if are_equal(returns[known]):
-        return 0.0
-    return 1.0 - float(np.var(returns[known] - values[known])) / float(np.var(returns[known]))
-
-
-class EstimatorError(RLVLMError):
-    """A registered estimator does not keep to the seam.
-
-    Do: repair the estimator of your plugin.
-    """
-
-
-Arrays = dict[str, np.ndarray]  # by trajectory id
-
-
-def turn_lengths(trajectory: Trajectory) -> np.ndarray:
-    """Sampled tokens of each turn, int64 [K]."""
-    return np.array([turn.stop - turn.start for turn in trajectory.turns], dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """The whole batch, as estimators see it."""
-
-    groups: Sequence[TrajectoryGroup]
-    turn_rewards: Arrays  # float64 [K]
-    token_rewards: Arrays = field(default_factory=dict)  # float32 [T], added to a token's reward; empty: no KL penalty
-    values: Arrays = field(default_factory=dict)  # float32 [T], the critic's, of the state before each sampled token
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [trajectory for group in self.groups for trajectory in group.trajectories]
-
-    def rewards_of_tokens(self, trajectory: Trajectory) -> np.ndarray:
-        """The trajectory's `token_rewards`, float64 [T]; zeros without a penalty."""
-        rewards = self.token_rewards.get(trajectory.trajectory_id)
-        return np.zeros(trajectory.num_sampled) if rewards is None else rewards.astype(np.float64)
-
-    @property
-    def rewards(self) -> list[np.ndarray]:
-        """The sum of a trajectory's rewards, those per token included: float64 [G] per group."""
-
-        def total(one: Trajectory) -> float:
-            return self.turn_rewards[one.trajectory_id].sum() + self.rewards_of_tokens(one).sum()
-
-        return [np.array(list(map(total, group.trajectories))) for group in self.groups]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What the policy and the critic learn from."""
-
-    advantages: Arrays  # float32 [T]
-    returns: Arrays = field(default_factory=dict)  # float32 [T], NaN where nothing is learned; empty without a critic
-
+from rl_vlm.types import Trajectory
 
 AdvantageEstimator = Callable[[Experience, AlgorithmSection], Estimate]
 
@@ -226,11 +119,6 @@ def _normalized(values: Arrays, scale: float, *, ddof: int = 0, eps: float = 1e-
     return {name: ((tokens - mean) * scale).astype(np.float32) for name, tokens in values.items()}
 
 
-def flat(values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """All tokens of the batch in one array, float64."""
-    return np.concatenate([*values.values(), np.zeros(0)])
-
-
 def same_for_all_tokens(experience: Experience, values: Sequence[np.ndarray]) -> Estimate:
     """One number per trajectory, `values` float64 [G] per group, given to each of its tokens."""
     every = np.concatenate([*values, np.zeros(0)])
@@ -240,12 +128,6 @@ def same_for_all_tokens(experience: Experience, values: Sequence[np.ndarray]) ->
             for trajectory, value in zip(experience.trajectories, every, strict=True)
         }
     )
-
-
-# GAE: generalised advantage estimation (arXiv 1506.02438) over tokens, over turns, or over tokens inside turns. An
-# episode ends with its last turn, also where a limit cut it off: no value is added for what might have come.
-
-Advantages = tuple[np.ndarray, np.ndarray]  # advantages and returns, float64 [T]; returns NaN where nothing is learned
 
 
 @register_estimator("gae")
@@ -273,57 +155,3 @@ def generalized_advantages(experience: Experience, settings: AlgorithmSection) -
         return Estimate(_normalized(advantages, settings.advantage_scale, ddof=1, eps=1e-8), returns)
     scale = settings.advantage_scale
     return Estimate({name: (tokens * scale).astype(np.float32) for name, tokens in advantages.items()}, returns)
-
-
-def trajectory_gae(
-    turn_rewards: np.ndarray,
-    token_rewards: np.ndarray,
-    values: np.ndarray,
-    lengths: np.ndarray,
-    settings: AlgorithmSection,
-) -> Advantages:
-    """One trajectory: float64 turn_rewards [K], token_rewards [T], values [T]; lengths int64 [K] of its turns, none 0.
-
-    "token": the turn's reward comes with its last token; turns follow each other without a break.
-    "turn": a turn is one action with one value, that of the state before its first token; all of its tokens share an
-    advantage. "bilevel" (VAGEN, arXiv 2510.16907): turns first, with the values before their last tokens; then inside
-    each turn GAE over tokens from the turn's advantage at its last token backwards.
-    """
-    gamma, lam = settings.gamma, settings.gae_lambda
-    turn_gamma, turn_lam = settings.turn_gamma, settings.turn_lambda
-    last = np.cumsum(lengths) - 1
-    if settings.gae_level == "token":
-        rewards = token_rewards.copy()
-        rewards[last] += turn_rewards
-        advantages = gae(rewards, values, gamma, lam)
-        return advantages, advantages + values
-    if settings.gae_level == "turn":
-        first = last - lengths + 1
-        rewards = turn_rewards + np.add.reduceat(token_rewards, first)
-        of_turns = gae(rewards, values[first], turn_gamma, turn_lam)
-        returns = np.full(len(values), np.nan)
-        returns[first] = of_turns + values[first]
-        return np.repeat(of_turns, lengths), returns
-    of_turns = gae(turn_rewards + token_rewards[last], values[last], turn_gamma, turn_lam)
-    advantages = np.empty(len(values))
-    for advantage, end, length in zip(of_turns, last, lengths, strict=True):
-        inside = slice(end - length + 1, end + 1)
-        rewards = token_rewards[inside].copy()
-        rewards[-1] = advantage + values[end]
-        advantages[inside] = gae(rewards, values[inside], gamma, lam)
-    return advantages, advantages + values
-
-
-def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """Advantages float64 [T] of one episode that ends after its last reward.
-
-    A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t (equations 11 and 16 of the paper).
-    """
-    deltas = rewards - values
-    deltas[:-1] += gamma * values[1:]
-    advantages = np.empty(len(deltas))
-    following = 0.0
-    for step in range(len(deltas) - 1, -1, -1):
-        following = deltas[step] + gamma * lam * following
-        advantages[step] = following
-    return advantages

@@ -14,7 +14,9 @@ import numpy as np
 
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.estimators import ESTIMATORS, Arrays, Estimate, EstimatorError, Experience, Rescaling, ReturnScale
+from rl_vlm.learning.estimators import ESTIMATORS
+from rl_vlm.learning.experience import Arrays, Estimate, EstimatorError, Experience
+from rl_vlm.learning.returns import Rescaling, ReturnScale
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rl_vlm.config import CriticSection, PolicyConfig, SFTConfig
-from rl_vlm.learning.estimators import Rescaling
+from rl_vlm.learning.returns import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision
 from rl_vlm.models.families import make_backbone
 from rl_vlm.models.kernels import use_fast_products

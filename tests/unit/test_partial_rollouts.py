@@ -27,6 +27,7 @@ def sampled(tiny_folder: Path) -> Iterator[tuple[TrajectoryGroup, NewWeightsMean
     yield asyncio.run(policy.group(ROLLOUT)), policy
 
 
+@pytest.mark.slow
 def test_every_token_is_as_likely_as_under_the_version_that_it_names(
     sampled: tuple[TrajectoryGroup, NewWeightsMeanwhile], tiny_folder: Path, tmp_path: Path
 ) -> None:

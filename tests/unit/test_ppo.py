@@ -16,7 +16,7 @@ from tables import table
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.ppo import PPO
 from rl_vlm.config import PolicyConfig, parse_config
-from rl_vlm.learning.estimators import ReturnScale, flat
+from rl_vlm.learning.experience import flat
 from rl_vlm.learning.learner import VLMLearner
 from rl_vlm.learning.optimizer import make_optimizer, move_average
 from rl_vlm.learning.plan import (
@@ -29,6 +29,7 @@ from rl_vlm.learning.plan import (
     update_batches,
 )
 from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.types import TrajectoryGroup

@@ -20,10 +20,10 @@ from rl_vlm.config import PolicyConfig, RewardModelSection, SACSection, SFTConfi
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.labels import Label
-from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.optimizer import make_optimizer, move_average
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater

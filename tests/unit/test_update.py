@@ -34,10 +34,10 @@ from rl_vlm.learning.update import PolicyUpdater
 # --- engine and learner
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_engine_and_learner_agree_after_twenty_updates(tiny_folder: Path, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "updates"), [(0.7, 5), pytest.param(1.0, 20, marks=pytest.mark.slow)])
+def test_engine_and_learner_agree_after_updates(tiny_folder: Path, temperature: float, updates: int) -> None:
     loop = Loop(tiny_folder, temperature, learner__lr=1e-2)
-    check_agreement(loop, updates=20)
+    check_agreement(loop, updates)
     loop.close()
 
 
