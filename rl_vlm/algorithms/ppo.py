@@ -3,7 +3,7 @@
 Schulman et al., arXiv 1707.06347, with generalised advantage estimation (arXiv 1506.02438) over tokens, turns, or
 tokens inside turns (learning/estimators.py).
 
-The critic (learning/policy_model.py) is a linear head on the policy's last hidden state, or has a LoRA adapter of its
+The critic (learning/critic.py) is a linear head on the policy's last hidden state, or has a LoRA adapter of its
 own on the same frozen model. Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays
 as it is.
 """

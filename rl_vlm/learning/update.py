@@ -15,10 +15,11 @@ from torch import Tensor
 from rl_vlm.config import LearnerSection, PolicyConfig
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.learning.batching import MicroBatch, Minibatch, make_builder, padding_batch
+from rl_vlm.learning.critic import value_loss
 from rl_vlm.learning.logprobs import Allowed, Entropy, predicting_states, token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import Scores, TokenRecord, UpdateBatch, UpdateStats
-from rl_vlm.learning.policy_model import PolicyModel, value_loss
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.sight_check import PositionChange
 from rl_vlm.learning.strategies import CRITIC_GROUP, AllReduce, Strategy, missing_passes
 from rl_vlm.types import RLVLMError, Trajectory

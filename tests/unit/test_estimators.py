@@ -16,11 +16,11 @@ from task_support import trajectory
 
 from rl_vlm.algorithms.policy import adapted_kl_coef
 from rl_vlm.config.learner import WITHOUT_CRITIC, AlgorithmSection
+from rl_vlm.learning.critic import value_loss
 from rl_vlm.learning.estimators import ESTIMATORS, generalized_advantages, group_advantages, register_estimator
 from rl_vlm.learning.experience import Estimate, EstimatorError, Experience
 from rl_vlm.learning.gae import trajectory_gae
 from rl_vlm.learning.plan import Scores, make_experience
-from rl_vlm.learning.policy_model import value_loss
 from rl_vlm.learning.returns import Rescaling, ReturnScale, explained_variance
 from rl_vlm.types import TrajectoryGroup
 
