@@ -286,9 +286,10 @@ def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
     algorithm.run_config = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
     algorithm.kl_coef = 0.5
     scale = {"mean_sum": 0.0, "square_sum": 0.0, "weight": 0.0}
-    rng = algorithm.rng.bit_generator.state
-    algorithm.set_state({"updates": 3, "rng": rng, "kl_coef": 0.01, "return_scale": scale})
+    before = np.random.default_rng(1)
+    algorithm.set_state({"updates": 3, "rng": before.bit_generator.state, "kl_coef": 0.01, "return_scale": scale})
     assert algorithm.kl_coef == coefficient
+    assert algorithm.rng.random() == before.random()  # a resumed run goes on with the same draws
 
 
 @pytest.mark.parametrize("kind", KINDS)
