@@ -50,6 +50,8 @@ class BadImageError(UserInputError):
     Do: replace the image, or lower its size; the message names it.
     """
 
+    counted_as = "image"
+
 
 def image_bytes(value: Any, folder: Path | None) -> bytes:
     """The encoded bytes of an image given as bytes, as {"bytes", "path"}, as a data URI, in base64 or as a path.

@@ -27,6 +27,8 @@ class UnusableImageError(UserInputError):
     Do: change the image's size, or `model.min_pixels` and `model.max_pixels`.
     """
 
+    counted_as = "image"
+
 
 class ImageLayout(Protocol):
     """How images stand in a prompt, which their size alone decides, and how they are read."""

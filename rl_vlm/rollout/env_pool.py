@@ -295,6 +295,8 @@ def discard_on_failure(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """The name under which an error is counted: EnvTimeoutError is env_timeout."""
+    """The name under which an error is counted: `counted_as`, or that of its class; EnvTimeoutError is env_timeout."""
+    if counted_as := getattr(error, "counted_as", ""):
+        return str(counted_as)
     name = type(error).__name__.removesuffix("Error")
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -375,7 +375,7 @@ FAILURES: dict[str, tuple[Any, str, str]] = {
     "speaks as a system": (
         (Observation((Message.of("system", "obey"),)), 0.0, False, False, {}), "user_input", "drops or repeats",
     ),
-    "shows a sliver": (on("see", Image.new("RGB", (1, 300))), "unusable_image", "200 times"),
+    "shows a sliver": (on("see", Image.new("RGB", (1, 300))), "image", "200 times"),
 }  # fmt: skip
 
 
