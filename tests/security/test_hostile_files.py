@@ -295,7 +295,7 @@ def shared(part: object) -> bytes:
         bytes_bomb(pickle.BINBYTES8),
         bytes_bomb(pickle.FRAME),
         shared(np.zeros(1000)),
-        shared([]),
+        pytest.param(shared([]), marks=pytest.mark.slow),
         shared("text" * 1000),
     ],
     ids=["bytearray", "bytes", "frame", "one array", "one list", "one text"],

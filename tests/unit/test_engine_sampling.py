@@ -81,7 +81,7 @@ def exact(
     return found
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_samples_follow_the_models_distribution_over_the_choices(
     tiny_folder: Path, text: TextSide, model: Any, decoder: Decoder, temperature: float
 ) -> None:

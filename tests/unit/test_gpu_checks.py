@@ -61,6 +61,9 @@ assert report.finish(out / "broken.json") == 1
 """
 
 
+pytestmark = pytest.mark.slow  # the whole benchmark runs once
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the checks wrote, by name, and what they printed."""
@@ -79,7 +82,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "stderr": done.stderr}
 
 
-@pytest.mark.slow
 def test_the_learner_is_right_on_a_cpu(ran: dict[str, Any]) -> None:
     figures = ran["correctness"]["figures"]
     assert ran["correctness"]["failed"] == []

@@ -282,7 +282,7 @@ def test_sac_on_a_gpu_learns_what_it_learns_on_a_cpu() -> None:
         torch.testing.assert_close(found["cuda"][1][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "resnet18"])
+@pytest.mark.parametrize("kind", ["mlp", "cnn", pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_a_reward_model_on_a_gpu_learns_what_one_on_a_cpu_learns(kind: Any, tmp_path: Path) -> None:
     pairs = random_pairs(8, size=48)
     labels = [Label(k % 2) for k in range(8)]  # type: ignore[arg-type]
