@@ -203,7 +203,10 @@ def train_to(algorithm: Any, updates: int, most: int = 12) -> None:
     for _ in range(most):
         if algorithm.updates >= updates:
             return
-        algorithm.train()
+        try:
+            algorithm.train()
+        except LearnerLostError as error:  # as the run's loop does
+            algorithm.recover(error)
     raise AssertionError(f"{algorithm.updates} updates after {most} iterations")
 
 
