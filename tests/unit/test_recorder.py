@@ -345,7 +345,7 @@ from recorder_support import group, leftovers, picture, read_trajectories, rows,
 from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.plots.curves import draw_curve
+from rl_vlm.plots.run_curve import draw_curve
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 ballast = folder / "ballast"
