@@ -267,8 +267,10 @@ class RunAlgorithm(Algorithm):
     def cleanup(self) -> None:
         try:
             super().cleanup()
-            self.runners.stop()
-            if self.local_runner is not None:
-                self.local_runner.stop()
         finally:
-            self.stop_services()
+            try:
+                self.runners.stop()
+                if self.local_runner is not None:
+                    self.local_runner.stop()
+            finally:
+                self.stop_services()

@@ -1,4 +1,4 @@
-"""ActorPool that may die or hang: calls with a deadline, and restarts.
+"""Actors that may die or hang: calls with a deadline, and restarts.
 
 Env runners, the runners of control environments, and learners are called through this.
 """
@@ -32,7 +32,7 @@ class ActorLostError(RLVLMError):
 
 
 class ActorPool:
-    """ActorPool by number. Ray restarts an actor that dies, if it was started so. A death is counted once, however many
+    """Actors by number. Ray restarts an actor that dies, if it was started so. A death is counted once, however many
     calls fail with it."""
 
     def __init__(self, handles: Mapping[int, Any]) -> None:
@@ -74,6 +74,10 @@ class ActorPool:
             self.lives[number] += 1
             self._down.add(number)
 
+    def found_up(self, number: int) -> None:
+        """Note that an actor answered."""
+        self._down.discard(number)
+
     def restart(self, number: int) -> None:
         """Kill an actor that hangs; Ray starts it again."""
         ray.kill(self._handles[number], no_restart=False)
@@ -91,7 +95,7 @@ class ActorPool:
                     ray.get(ping, timeout=_PING_S)
                 except RayError:
                     continue  # it is still down
-                self._down.discard(pings[ping])
+                self.found_up(pings[ping])
 
     def take_deaths(self) -> int:
         """How many actors died since the last call."""
@@ -137,7 +141,7 @@ class Calls:
                 number = self._running.pop(call)
                 try:
                     results[number] = ray.get(call, timeout=_FETCH_S)
-                    self._actors._down.discard(number)
+                    self._actors.found_up(number)
                 except RayTaskError:
                     raise
                 except GetTimeoutError:
