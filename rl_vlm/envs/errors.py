@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import re
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ ROLES = get_args(Role)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_CHARS = 65_536  # of one value of an info that is sent on
 MAX_MESSAGE = 500  # characters of an exception's text
+# Code that is not the user's: Python's, installed packages, and this one.
+_LIBRARIES = "<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1])
 _MOST_METRICS = 64  # each is a column of progress.csv
 
 
@@ -48,14 +51,16 @@ class EnvCrashError(EnvError):
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in one bounded line; of user code with its kind and place: "KeyError: 'row' (dots.py, line 12)"."""
+    """An exception in one bounded line; of user code with its kind and place: "KeyError: 'row' (dots.py, line 12)".
+    The place is the innermost in the user's own files, where there is one."""
     said = "(its message cannot be made)"
     with suppress(Exception):  # it is user code, too
         said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
     if isinstance(error, RLVLMError):
         return said
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {said}{place}"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.envs.errors import describe_error
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
@@ -115,7 +116,7 @@ class RolloutWorker:
                 why = str(error)
             except Exception as error:
                 dropped["unexpected"] += 1
-                why = f"{type(error).__name__}: {error}"
+                why = describe_error(error)
             opened = None
         return why
 

@@ -12,7 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -108,9 +108,16 @@ async def call_function(
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
-    found = await asyncio.get_running_loop().run_in_executor(_THREAD, partial(function, **arguments))
+
+    def call() -> Any:  # uvloop, which Ray uses, sends no coroutine function to a thread: the coroutine is awaited here
+        try:
+            return function(**arguments)
+        except StopIteration as error:  # no future holds it, so the loop would wait for it until the round's deadline
+            raise RuntimeError("StopIteration").with_traceback(error.__traceback__) from error
+
+    found = await asyncio.get_running_loop().run_in_executor(_THREAD, call)
     values = await found if inspect.isawaitable(found) else found
-    return list(values), notes, {name: sum(logged) / len(logged) for name, logged in metrics.items()}
+    return values, notes, {name: sum(logged) / len(logged) for name, logged in metrics.items()}
 
 
 def _prompt(member: Trajectory, answered: AnsweredGroup) -> Any:

@@ -28,7 +28,7 @@ _MOST_LOST = 64  # lost groups from which on a run ends if they are more than th
 
 
 class TooManyFailuresError(RLVLMError):
-    """Too many groups in a row were lost, or most of all.
+    """Too many groups in a row were lost, or most of all, or every group of a run.
 
     Do: repair the environment or the server that the message names, then `--resume`.
     """
@@ -125,9 +125,12 @@ class Rollouts:
         self._iteration = self._run.algorithm.iterations - iterations_left - 1
         self._stream.begin(self._iteration)
         self._refills_left = self._most_refills
-        if self._continuous is None:
-            return self._sample_round(version)
-        return self._sample_ahead(self._continuous, version, iterations_left)
+        if self._continuous is not None:
+            return self._sample_ahead(self._continuous, version, iterations_left)
+        groups = self._sample_round(version)
+        if self._lost and not (self._complete or iterations_left):  # a run shorter than the limit of failures in a row
+            raise self._too_many("All groups of this run")
+        return groups
 
     def _sample_round(self, version: int) -> list[TrajectoryGroup]:
         """Lost groups are missing from the batch; those without a gradient are replaced in further rounds."""
@@ -241,14 +244,15 @@ class Rollouts:
         self._lost, self._complete = self._lost + len(result.lost), self._complete + len(result.groups)
         self._lost_in_a_row = 0 if result.groups else self._lost_in_a_row + len(result.lost)
         if self._lost >= _MOST_LOST and self._lost > self._complete:
-            what, advice = f"{self._lost} of {self._lost + self._complete} groups", ""
-        elif self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
-            what, advice = f"{self._lost_in_a_row} groups in a row", ", or raise rollout.max_consecutive_failures"
-        else:
-            return
-        raise TooManyFailuresError(
-            f"{what} were lost, the last because of: {list(self._failures.values())[-1]}. Repair the environment or "
-            f"the server{advice}."
+            raise self._too_many(f"{self._lost} of {self._lost + self._complete} groups")
+        if self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
+            advice = ", or raise rollout.max_consecutive_failures"
+            raise self._too_many(f"{self._lost_in_a_row} groups in a row", advice)
+
+    def _too_many(self, which: str, advice: str = "") -> TooManyFailuresError:
+        last = list(self._failures.values())[-1].rstrip(".")
+        return TooManyFailuresError(
+            f"{which} were lost, the last because of: {last}. Repair the environment, the reward or the server{advice}."
         )
 
     def _take(self, count: int, version: int) -> list[TrajectoryGroup]:

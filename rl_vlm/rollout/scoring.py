@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from rl_vlm.asking import Client
 from rl_vlm.config import RewardFunction, RewardSection
-from rl_vlm.envs.errors import describe_error
+from rl_vlm.envs.errors import EnvError, as_reward, describe_error
 from rl_vlm.models.images import TextSide
 from rl_vlm.rewards.functions import FUNCTIONS
 from rl_vlm.rollout import judge as judge  # registers itself
@@ -108,21 +107,22 @@ async def compute_part(name: str, part: RewardPart, answered: AnsweredGroup) -> 
         found: Any = part(answered)
         if inspect.isawaitable(found):
             found = await found
-        result = found if isinstance(found, PartResult) else PartResult(found, [{}] * len(answered.group))
-        values = [None if value is None else float(value) for value in result.values]
     except RLVLMError as error:
         raise GroupFailedError("reward_part", f"The reward part {name} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # User code may raise anything; it costs this group.
-        raise GroupFailedError(
-            "reward_part", f"The reward part {name} raised {type(error).__name__}: {error}"
-        ) from error
-    counted = len(values) == len(result.notes) == len(answered.group)
-    if not counted or not all(value is None or math.isfinite(value) for value in values):
+        raise GroupFailedError("reward_part", f"The reward part {name} raised {describe_error(error)}") from error
+    result = found if isinstance(found, PartResult) else PartResult(found, [{}] * len(answered.group))
+    try:
+        values = [None if value is None else as_reward(float(value), name) for value in result.values]
+        counted = len(values) == len(result.notes) == len(answered.group)
+    except (TypeError, ValueError, EnvError):
+        counted = False
+    if not counted:
         raise GroupFailedError(
             "reward_part",
-            f"The reward part {name} gave {values[:4]} for {len(answered.group)} answers: it must give one finite "
-            "number for each, or None where it does not apply.",
+            f"The reward part {name} gave {str(result.values)[:100]} for {len(answered.group)} answers: it must give "
+            "one finite number for each, or None where it does not apply.",
         )
     return replace(result, values=values)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from task_support import episode
 
 from rl_vlm.config import RewardFunction, RewardSection, parse_config
@@ -26,11 +27,12 @@ GOOD = "<think>I see two.</think><answer>2</answer>"
 
 
 def rewarded(members: list[Trajectory], settings: Any, decode: Any) -> TrajectoryGroup:
-    """The group of these episodes, whose tokens `decode` makes texts of."""
+    """The group of these episodes, whose tokens `decode` makes texts of. The loop is the one that Ray uses."""
     text: Any = SimpleNamespace(codec=SimpleNamespace(decode=decode), collapse=lambda ids, images: ids)
-    return asyncio.run(
-        score_group(TrajectoryGroup("g", 0, members), RewardSection.model_validate(settings), POLICY, text)
-    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(
+            score_group(TrajectoryGroup("g", 0, members), RewardSection.model_validate(settings), POLICY, text)
+        )
 
 
 def scored(functions: Any, texts: list[str], prompt: Any = "How many?", **columns: list[Any]) -> TrajectoryGroup:
@@ -60,6 +62,9 @@ TRL: dict[str, tuple[Any, list[str], dict[str, list[Any]], list[float]]] = {
     "cosine_of_length": (CHAT, ["2" * 100, "3" * 50], {"solution": ["2", "2"]}, [0.5, -0.75]),
     "speaks_of_the_prompt": (CHAT, ["I count two", "two"], {}, [1, 0]),
     "asks_someone": ("Go", ["Two.", "Two"], {}, [1, 0]),
+    "asks_for_two": ("Go", ["Two.", "Two"], {}, [2, 0]),
+    "AsksSomeone": ("Go", ["Two.", "Two"], {}, [1, 0]),
+    "returns_a_coroutine": ("Go", ["Two.", "Two"], {}, [1, 0]),
     "RepetitionPenalty": ("Go", ["so it is so it is", "so it is"], {}, [-0.4, 0]),
     "grows_stricter": ("Go", ["abc", ""], {}, [1, 0]),
 }
@@ -202,6 +207,11 @@ def test_a_function_of_python_travels_and_a_saved_configuration_names_it(tmp_pat
 BROKEN = """
 def needs(completions, gold): ...
 def fails(completions, **kwargs): return [1 / 0]
+async def reads(completions, **kwargs): return [__import__("json").loads("{")]
+def stops(completions, **kwargs): return [next(iter(()))]
+def ends(completions, **kwargs): raise SystemExit(3)
+def words(completions, **kwargs): return ["good"]
+def lone(completions, **kwargs): return 1.0
 def short(completions, **kwargs): return []
 class Two:
     def __init__(self, a): ...
@@ -231,9 +241,17 @@ def test_what_is_wrong_with_a_function_is_said_before_the_run(
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"), [("fails", "raised ZeroDivisionError"), ("short", "one finite number for each")]
-)
-def test_a_function_that_fails_costs_the_group(name: str, sentence: str, tmp_path: Path) -> None:
+    ("name", "sentence"),
+    [
+        ("fails", r"raised ZeroDivisionError: division by zero \(broken.py, line 3\)"),
+        ("reads", r"raised JSONDecodeError: .* \(broken.py, line 4\)"),
+        ("stops", r"raised RuntimeError: StopIteration \(broken.py, line 5\)"), ("ends", r"SystemExit: 3 \(broken.py, line 6\)"),
+        ("words", r"gave \['good'\] for 1 answers"), ("lone", "gave 1.0 for 1 answers"), ("short", "one finite number for each"),
+    ],
+)  # fmt: skip
+def test_a_function_that_fails_costs_the_group_and_is_named_with_its_line(
+    name: str, sentence: str, tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     with pytest.raises(GroupFailedError, match=sentence):
         scored(f"{tmp_path}/broken.py:{name}", ["a"])

@@ -237,6 +237,19 @@ def test_a_run_that_loses_most_groups_stops_and_tells_why() -> None:
     assert rollouts.take_failures() == {"a": "x", "b": "y"}
 
 
+def test_a_run_whose_every_group_is_lost_ends_with_the_last_reason() -> None:
+    first, second = ({f"{number:06}:{k:05}" for k in range(3)} for number in range(2))
+    rollouts, sampler = rollouts_of(run_of())
+    sampler.lose = first | second
+    assert rollouts.next_groups(0, iterations_left=1) == []
+    with pytest.raises(TooManyFailuresError, match="All groups of this run were lost, the last because of: lost"):
+        rollouts.next_groups(0, iterations_left=0)
+    rollouts, sampler = rollouts_of(run_of())
+    sampler.lose = second
+    assert len(rollouts.next_groups(0, iterations_left=1)) == 3
+    assert rollouts.next_groups(1, iterations_left=0) == []
+
+
 def test_refilling_continues_at_the_same_task_after_a_resume() -> None:
     """Refilled rounds draw from the middle of a numbered round; an interrupted run draws the same tasks as one that is not."""
     run = run_of(prompts=10, refill=2.0)

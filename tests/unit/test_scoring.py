@@ -112,7 +112,7 @@ def test_the_environments_part_wins_over_a_registered_one_of_its_name() -> None:
         (lambda answered: [1.0], r"gave \[1.0\] for 2 answers: it must give one finite number for each"),
         (lambda answered: [1.0, float("nan")], "one finite number"),
         (lambda answered: 1 / 0, "The reward part broken raised ZeroDivisionError"),
-        (lambda answered: ["a", "b"], "raised ValueError"),
+        (lambda answered: ["a", "b"], r"gave \['a', 'b'\] for 2 answers"),
     ],
 )
 def test_a_broken_group_reward_costs_the_group_and_says_why(answer: Any, sentence: str) -> None:
