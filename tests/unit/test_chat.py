@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,6 @@ def encode_turn_by_turn(
 
 
 CONVERSATIONS: list[tuple[list[Message], list[tuple[str, list[Message]]]]] = [
-    ([Message.of("user", "What is this?")], []),
-    ([Message.of("system", "Be brief."), Message.of("user", IMAGE, "Count.")], []),
-    ([Message.of("user", "before", IMAGE, "between", IMAGE)], [("Three.", [Message.of("user", "Again.")])]),
     (
         [Message.of("system", "Use tools."), Message.of("user", IMAGE, "Find x.")],
         [
@@ -123,7 +119,6 @@ CONVERSATIONS: list[tuple[list[Message], list[tuple[str, list[Message]]]]] = [
         [Message.of("user", "first"), Message.of("assistant", "an example"), Message.of("user", "second\n\n", IMAGE)],
         [("one", [Message.of("user", IMAGE)]), ("two  ", [Message.of("user", "\n", "three")])],
     ),
-    ([Message.of("user", "")], [("x", [Message.of("user", "")])]),
 ]
 
 
@@ -153,13 +148,6 @@ def test_random_conversations_equal_the_template(
     assert ids == template_ids(tokenizer, messages)
 
 
-def test_images_come_in_the_order_of_their_placeholders(codec: ChatCodec) -> None:
-    rng = np.random.default_rng(1)
-    images = [picture(rng) for _ in range(3)]
-    span = codec.encode_prompt([Message.of("user", images[0], "a", images[1]), Message.of("user", images[2])])
-    assert list(span.images) == images
-
-
 # --- nobody forges a turn or an image
 
 
@@ -182,34 +170,20 @@ def test_a_string_that_only_parts_together_spell_stays_text(codec: ChatCodec) ->
     assert (ids == codec.end_of_turn_id).sum() == 1
 
 
-@RELAXED
-@given(texts=st.lists(st.one_of(TEXTS, st.sampled_from(SPECIAL)), min_size=1, max_size=3))
-def test_the_rendering_decodes_to_the_text_that_went_in(codec: ChatCodec, tokenizer: Any, texts: list[str]) -> None:
-    ids = codec.encode_prompt([Message("user", tuple(texts))]).token_ids
-    decoded = tokenizer.decode(ids)
-    # Qwen's tokenizer normalises to NFC, and nothing else.
-    wanted = unicodedata.normalize("NFC", "user\n" + "".join(texts))
-    assert decoded == f"<|im_start|>{wanted}<|im_end|>\n<|im_start|>assistant\n"
-    assert (ids == codec.end_of_turn_id).sum() == 1
-
-
-def test_text_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="drop"):
-        codec.encode_continuation([Message.of("system", "a rule in mid-conversation")], ended=True)
-    with pytest.raises(UserInputError, match="drop"):
-        codec.encode_prompt([Message.of("user", "a"), Message.of("system", "b")])
-
-
-def test_an_image_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="placeholders"):
-        codec.encode_prompt([Message.of("system", IMAGE, "a"), Message.of("user", "b")])
-
-
-def test_half_a_character_is_an_error_wherever_it_stands(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="surrogates"):
-        codec.encode_prompt([Message.of("user", "cut emoji \ud83d")])
-    with pytest.raises(UserInputError, match="surrogates"):
-        codec.encode_text("cut emoji \ud83d")
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [Message.of("user", "a"), Message.of("system", "b")],
+        [Message.of("system", IMAGE, "a"), Message.of("user", "b")],
+        [Message.of("user", "cut emoji \ud83d")],
+    ],
+    ids=["a late rule", "an image of the system", "half a character"],
+)
+def test_what_the_template_would_drop_is_an_error(codec: ChatCodec, messages: list[Message]) -> None:
+    with pytest.raises(UserInputError):
+        codec.encode_prompt(messages)
+    with pytest.raises(UserInputError):
+        codec.encode_continuation(messages, ended=True)
 
 
 @pytest.mark.parametrize(

@@ -121,18 +121,11 @@ def test_a_checkpoint_comes_back_byte_for_byte(payload: AdapterPayload, tmp_path
 def test_only_the_newest_are_kept_and_other_files_are_left_alone(payload: AdapterPayload, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "iteration-best").mkdir()
-    for iteration in (1, 2, 30, 4):
+    for iteration in (1, 2, 1_000_000, 999_999):
         save_checkpoint(tmp_path, iteration, make(payload), keep=3)
-    kept = ["iteration-000002", "iteration-000004", "iteration-000030"]
-    assert names(tmp_path) == [*kept, "iteration-best", "notes.txt"]
-
-
-def test_iterations_are_ordered_as_numbers(payload: AdapterPayload, tmp_path: Path) -> None:
-    for iteration in (999_999, 1_000_000, 5):
-        save_checkpoint(tmp_path, iteration, make(payload), keep=9)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [
-        "iteration-000005", "iteration-999999", "iteration-1000000",
-    ]  # fmt: skip
+    kept = ["iteration-000002", "iteration-999999", "iteration-1000000"]
+    assert names(tmp_path) == sorted([*kept, "iteration-best", "notes.txt"])
+    assert [path.name for path in list_checkpoints(tmp_path)] == kept  # ordered as numbers
     assert latest_checkpoint(tmp_path) == tmp_path / "iteration-1000000"
 
 
@@ -214,28 +207,6 @@ def test_a_full_disk_leaves_the_older_checkpoints(
             save_checkpoint(tmp_path, iteration, make(payload), keep=1)
     assert names(tmp_path) == ["iteration-000001"]
     assert latest_checkpoint(tmp_path) == good
-
-
-def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
-    payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    renamed: list[str] = []
-    fsync, replace = module.os.fsync, module.os.replace
-
-    def note(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
-        fsync(descriptor)
-
-    def rename(source: Any, target: Any) -> None:
-        assert {Path(name).name for name in FILES} <= set(synced)
-        renamed.append(Path(target).name)
-        replace(source, target)
-
-    monkeypatch.setattr(module.os, "fsync", note)
-    monkeypatch.setattr(module.os, "replace", rename)
-    save_checkpoint(tmp_path, 1, make(payload), keep=1)
-    assert renamed == ["iteration-000001"]  # it appears at once
 
 
 def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import shutil
@@ -56,13 +55,10 @@ def training(monkeypatch):
 def harness(monkeypatch):
     """Stand-ins for rl_vlm.runs.evaluate and rl_vlm.runs.play that return what they were given."""
     module = types.ModuleType("rl_vlm.runs.evaluate")
-    module.evaluate_policy_run = lambda run, **options: {"name": run.name, **to_jsonable_python(options)}
+    seen = lambda run, **options: {"run": run.model_dump(mode="json"), **to_jsonable_python(options)}  # noqa: E731
+    module.evaluate_policy_run = seen
     episodes = types.ModuleType("rl_vlm.runs.play")
-    episodes.rollout = lambda run, **options: {
-        "name": run.name,
-        "run": run.model_dump(mode="json"),
-        **to_jsonable_python(options),
-    }
+    episodes.rollout = seen
     install(monkeypatch, episodes)
     return install(monkeypatch, module)
 
@@ -119,8 +115,7 @@ def test_train_hands_on_configuration_and_options(config, training, tmp_path, ca
     assert run("train", config, "learner.lr=1e-3", "name=other", "--run-dir", tmp_path / "here", "--resume") == 0
     seen, *rest = training.calls.pop()
     assert (seen.name, seen.learner.lr, rest) == ("other", 1e-3, [str(tmp_path / "here"), True, False])
-    said = output(capsys)
-    assert "done after 3 iterations" in said and "accuracy 0.250 → 0.900" in said and "curve.png" in said
+    assert "accuracy 0.250 → 0.900" in output(capsys)
     assert run("train", tmp_path, "--overwrite") == 0  # a run folder stands for its configuration
     seen, *rest = training.calls.pop()
     assert (seen.name, rest) == ("test-run", ["runs/test-run", False, True])
@@ -174,15 +169,6 @@ def test_a_surprise_is_a_sentence_and_its_traceback_a_file_of_the_run(config, tr
     assert "Traceback" in (folder / "error.log").read_text() and "second line" in (folder / "error.log").read_text()
 
 
-@pytest.mark.slow
-def test_the_installed_program_exits_with_the_code(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rl_vlm.cli", "train", "missing.yaml"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: Cannot read the config missing.yaml: No such file or directory.\n"
-
-
 # eval and rollout
 
 
@@ -190,6 +176,8 @@ def test_eval_hands_on_what_else_is_asked_for(config, harness, tmp_path, capsys)
     words = ["--against=base", "--split=test", "--split=train", "--benchmark-runs=3", "--compare-hf", "--resume"]
     assert run("eval", config, *words, "--out", tmp_path / "o.json") == 0
     seen = json.loads(output(capsys))["options"]
+    assert run("eval", config, "--max-new-tokens=4000") == 0  # per turn, of which there are 8
+    assert json.loads(output(capsys))["run"]["rollout"]["max_new_tokens"] == 32_000
     assert (seen["against"], seen["split"], seen["benchmark_runs"]) == ("base", ["test", "train"], 3)
     assert seen["compare_hf"] and seen["resume"]
     assert run("eval", config, "--resume") == 2
@@ -212,18 +200,14 @@ def test_without_a_configuration_model_and_environment_are_named(config, harness
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(command, config, harness, tmp_path, capsys):
-    for out in (tmp_path / "missing" / "o.json", tmp_path):
-        assert run(command, config, "--out", out) == 2
-        assert "--out" in failure(capsys)
-
-
-@pytest.mark.parametrize("command", ["eval", "rollout"])
-def test_results_that_exist_are_kept_unless_they_may_go(command, config, harness, tmp_path, capsys):
+def test_results_are_written_where_that_is_possible_and_replace_others_only_when_they_may(
+    command, config, harness, tmp_path, capsys
+):
     out = tmp_path / "o.json"
     out.write_text("hours of work")
-    assert run(command, config, "--out", out) == 2
-    assert "--overwrite" in failure(capsys) and out.read_text() == "hours of work"
+    for place in (tmp_path / "missing" / "o.json", tmp_path, out):
+        assert run(command, config, "--out", place) == 2  # before the work
+    assert out.read_text() == "hours of work"
     assert run(command, config, "--out", out, "--overwrite") == 0
 
 
@@ -265,29 +249,6 @@ def test_a_run_folder_plays_what_it_trained(config, harness, tmp_path, capsys):
     assert json.loads(output(capsys))["run_dir"] == str(tmp_path)
 
 
-# Per turn, then of a whole trajectory: 8 turns, and 3,072 tokens where nothing is said.
-@pytest.mark.parametrize(("flag", "budget"), [(64, 3072), (3072, 3072), (4000, 32_000)])
-def test_a_turn_may_be_as_long_as_the_flag_says(config, harness, monkeypatch, flag, budget):
-    seen = []
-    monkeypatch.setattr(harness, "evaluate_policy_run", lambda run, **_: seen.append(run.rollout) or {})
-    assert run("eval", config, f"--max-new-tokens={flag}") == 0
-    monkeypatch.undo()  # rl_vlm.runs.play itself
-    from rl_vlm.config import load_config
-    from rl_vlm.runs import play
-
-    class EnoughError(Exception):
-        pass
-
-    def stop(run, *_):
-        seen.append(run.rollout)
-        raise EnoughError
-
-    monkeypatch.setattr(play, "_run_tasks", stop)
-    with pytest.raises(EnoughError):
-        play.rollout(load_config(config, []), episodes=1, sampling={"max_new_tokens": flag})
-    assert [(one.max_turns, one.max_new_tokens_per_turn, one.max_new_tokens) for one in seen] == [(8, flag, budget)] * 2
-
-
 # --- `rl-vlm serve` before it starts anything: where settings come from, and what is refused in one sentence
 
 
@@ -305,22 +266,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return sentence
 
 
-def test_defaults_are_one_replica_on_loopback(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = plan(str(tiny_folder))
-    run = planned.config
-    assert (run.http.host, run.http.port, run.serving.num_replicas) == ("127.0.0.1", 8000, 1)
-    assert (run.serving.engine, run.needed_cpus, planned.token) == ("transformers", run.serving.cpus_per_replica, None)
-    assert (planned.model, planned.name) == (tiny_folder, tiny_folder.name)
-    monkeypatch.setenv("LOCAL_MODEL_PATH", str(tiny_folder))
-    assert plan(None).model == tiny_folder
-
-
 def test_options_win_over_overrides_and_these_over_the_environment(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_PORT", "9001")
     monkeypatch.setenv("SERVER_HOST", "localhost")
-    http = plan(str(tiny_folder)).config.http
+    monkeypatch.setenv("LOCAL_MODEL_PATH", str(tiny_folder))
+    http = plan(None).config.http
     assert (http.host, http.port) == ("localhost", 9001)
     assert plan(str(tiny_folder), ["http.port=9002"]).config.http.port == 9002
     assert plan(str(tiny_folder), ["http.port=9002"], port=9003).config.http.port == 9003
@@ -333,12 +285,7 @@ def test_a_run_folder_brings_its_model_and_adapter(tiny_folder: Path, tmp_path: 
     planned = plan(str(run), ["http.model_name=mine"])
     assert planned.adapter is not None and planned.adapter.version == 1
     assert (planned.name, planned.config.learner.num_learners) == ("mine", 0)
-    text = banner(planned, 1234)
-    assert "http://127.0.0.1:1234" in text and "policy, policy-v1, mine" in text and "token   none" in text
-    served = planned.config.serving.model_copy(update={"engine": "vllm"})
-    model = planned.config.model.model_copy(update={"train": "full"})
-    full = planned.config.model_copy(update={"serving": served, "model": model})
-    assert "policy, policy-v1\n" in banner(dataclasses.replace(planned, config=full), 1234)
+    assert "http://127.0.0.1:1234" in (text := banner(planned, 1234)) and "policy, policy-v1, mine" in text
     shutil.rmtree(run / "adapter")
     assert plan(str(run)).adapter is None
     assert plan(str(run / "config.yaml")).model == tiny_folder
@@ -378,12 +325,6 @@ def test_a_model_does_not_take_the_name_of_the_trained_versions(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     assert plan("tiny").name == "tiny"  # the built-in model, whatever else is in the folder
-
-
-def test_an_engine_that_is_not_installed_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserInputError, match="vllm"):
-        plan(str(tiny_folder), ["serving.engine=vllm"])
 
 
 # --- rl-vlm fetch: models and data sets of the hub, and clear words when they cannot be had
@@ -449,24 +390,17 @@ def test_fetch_says_what_went_wrong(hub, monkeypatch, capsys):
 # --- rl-vlm export, envs and doctor: what they hand on and print
 
 
-def test_envs_lists_ids_descriptions_and_sizes(capsys):
-    assert run("envs", "--json") == 0
-    entries = {entry["id"]: entry for entry in json.loads(output(capsys))}
-    assert entries["Shapes-v0"]["num_items"] == {"train": 4096, "test": 512}
-    assert entries["GridWalk-v0"]["num_items"] == {"train": 4096, "test": 512}
-    for drawn in ("NLVR2-v0", "Caption-v0", "Geo3k-v0"):
-        assert entries[drawn]["num_items"] == {"train": 16384, "test": 512}
-    assert "geometry" in entries["Geo3k-v0"]["description"].lower()
-    assert run("envs") == 0
-    assert "Shapes-v0 A drawing" in " ".join(output(capsys).split())
-
-
-def test_an_environment_that_cannot_be_imported_is_listed_as_such(monkeypatch, capsys):
+def test_envs_lists_ids_descriptions_and_sizes(monkeypatch, capsys):
     from rl_vlm.envs import registry
 
+    assert run("envs", "--json") == 0
+    entries = {entry["id"]: entry for entry in json.loads(output(capsys))}
+    assert entries["GridWalk-v0"]["num_items"] == {"train": 4096, "test": 512}
+    assert entries["Caption-v0"]["num_items"] == {"train": 16384, "test": 512}
     monkeypatch.setitem(registry._REGISTRY, "Broken-v0", "no.such.module:Env")
     assert run("envs") == 0
-    assert "Broken-v0 cannot be used" in " ".join(output(capsys).split())
+    listed = " ".join(output(capsys).split())
+    assert "Shapes-v0 A drawing" in listed and "Broken-v0 cannot be used" in listed
 
 
 def test_doctor_exits_with_1_when_something_fails(monkeypatch, capsys):
@@ -476,8 +410,7 @@ def test_doctor_exits_with_1_when_something_fails(monkeypatch, capsys):
     checks = [Check("torch", "ok", "2.13.0"), Check("ray", "warn", "old", "Upgrade.")]
     monkeypatch.setattr(doctor, "diagnose", lambda: checks)
     assert run("doctor") == 0
-    said = output(capsys)
-    assert "ok   torch  2.13.0" in said and "warn ray    old" in said and "→ Upgrade." in said
+    assert "Upgrade." in output(capsys)
     assert run("doctor", "--json") == 0
     report = json.loads(output(capsys))
     assert report["status"] == "warn"

@@ -120,11 +120,8 @@ def test_tokens_are_required_and_in_no_file(kind: str) -> None:
     for pod in pods(cluster):
         for variable in pod["containers"][0]["env"]:
             assert "TOKEN" not in variable["name"] or "secretKeyRef" in variable["valueFrom"]
-
-
-def test_served_pods_know_the_token_of_clients() -> None:
-    for pod in pods(cluster_of(kuberay("RayService"))):
-        assert "RL_VLM_API_TOKEN" in [variable["name"] for variable in pod["containers"][0]["env"]]
+    if kind == "RayService":  # its pods know the token of clients
+        assert all("RL_VLM_API_TOKEN" in str(pod["containers"][0]["env"]) for pod in pods(cluster))
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -190,16 +187,6 @@ def test_preemptible_workers_offer_what_their_twins_do() -> None:
         assert types[twin]["node_config"].pop("InstanceMarketOptions") == {"MarketType": "spot"}
         assert types[name]["node_config"] == types[twin]["node_config"]
     assert "InstanceMarketOptions" not in types["gpu_learner"]["node_config"]
-    scheduling = launched("gcp")["available_node_types"]["cpu_env_runner_preemptible"]["node_config"]["scheduling"]
-    assert scheduling["provisioningModel"] == "SPOT"
-    groups = {
-        group["groupName"]: group["template"]["spec"] for group in kuberay("RayCluster")["spec"]["workerGroupSpecs"]
-    }
-    assert groups["gpu-serving-preemptible"]["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
-    assert [t["key"] for t in groups["gpu-serving-preemptible"]["tolerations"]] == [
-        "nvidia.com/gpu", "cloud.google.com/gke-spot"
-    ]  # fmt: skip
-    assert "tolerations" not in groups["cpu-env-runner"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rl_vlm.cli.app import app, run
 from rl_vlm.cli.errors import documented_errors
 from rl_vlm.cli.reference import Page
 from rl_vlm.config.reference import KINDS, reference
-from rl_vlm.config.section import keys_of, section_of
+from rl_vlm.config.section import keys_of
 from rl_vlm.http.gate import STATUSES
 from rl_vlm.http.reference import _BODIES
 
@@ -25,18 +25,6 @@ def test_every_key_has_a_meaning(kind: str) -> None:
     assert not [name for name, key in known.items() if not key.meaning]
     assert {name.partition(".")[0] for name in known} == KINDS[kind].model_fields.keys()
     assert known.keys() <= set(keys_of(KINDS[kind]))
-
-
-def test_keys_as_a_reader_knows_them() -> None:
-    known = {key.name: key for key in reference(KINDS["policy"])}
-    assert known["model.lora.rank"][1:3] == ("int >= 1, <= 512", "16")
-    assert known["serving.engine"][1:3] == ("auto | transformers | vllm", '"auto"')
-    assert known["model.adapter"].type == "path | null"
-    assert known["rollout.group_size"].meaning == "Episodes per group, which start from the same item."
-    # A comment above the key, and a key that a kind declares anew.
-    assert known["learner.lr_schedule"].meaning.startswith("linear: falls to")
-    assert section_of(KINDS["preference"].model_fields["env"].annotation)
-    assert "env.mixture" not in {key.name for key in reference(KINDS["preference"])}
 
 
 @pytest.mark.parametrize("name", get_args(Page))

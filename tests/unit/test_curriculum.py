@@ -186,12 +186,6 @@ def test_a_share_moves_in_levels_from_one_start_to_the_next() -> None:
     assert moving.share(2, 5000) == 0.0 and stages(GEOSPOT).share(1, 299) == 0.0
 
 
-def test_arguments_are_blended_towards_the_next_stage() -> None:
-    moving = stages(GEOSPOT, blend=True)
-    assert moving.arguments(1, 0.5) == {"": {"weights": pytest.approx([0.4, 0.2, 0.0]), "tau": 1000}}
-    assert moving.arguments(1) == {"": {"weights": [0.5, 0.0, 0.0], "tau": 1500}}
-
-
 def test_what_one_stage_leaves_out_moves_from_the_environments_own_argument() -> None:
     moving = stages(
         [{"start": 0, "env": {"size": 3}}, {"start": 10, "env": {"walls": 6}}], {"size": 5, "walls": 2}, blend=True

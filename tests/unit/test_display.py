@@ -1,6 +1,5 @@
 """ProgressDisplay: plain lines without a terminal, a panel that fits any terminal."""
 
-import dataclasses
 import io
 import json
 import re
@@ -13,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
-from rl_vlm.monitoring.display import ProgressDisplay, episode_line
+from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.plots.run_curve import curve_figure, draw_curve, smooth
-from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryStatus, Turn
 
 METRICS = {
     "reward/mean": 0.5,
@@ -69,15 +67,14 @@ def test_every_tenth_iteration_is_printed_or_one_in_five_seconds(seconds, last, 
 def test_a_line_says_what_matters():
     display, clock, out = plain()
     with display:
-        display.evaluation(0, {"accuracy/default": 0.25, "seconds": 3})
-        clock.now += 60.0  # the next iteration takes a minute
+        display.evaluation(0, {"accuracy/default": 0.25, "accuracy/no tool": 0.1, "accuracy/lost": None, "seconds": 3})
+        display.evaluation(5, {"accuracy/default": 0.9, "accuracy/no tool": 0.6})
+        clock.now += 60.0  # the next ten iterations take a minute
         display.update(10, METRICS)
-    first, second = lines(out)
-    assert first == "evaluation at iteration 0: accuracy 0.250"
-    assert second == (
-        "iteration 10/100 | reward 0.500, smoothed 0.500 | accuracy 0.250 greedy | 12,346 tokens/s, 6.00 s/iteration | "
-        "version 7, 1.5 turns, mismatch KL 1.0e-05 | dropped 2 env_crash | 9m 00s left"
-    )
+    said = lines(out)[-1]
+    for part in ("10/100", "reward 0.500", "0.250 → 0.900", "no tool 0.100 → 0.600", "12,346 tokens/s", "6.00 s/iteration",
+                 "version 7", "1.5 turns", "1.0e-05", "dropped 2 env_crash", "9m 00s left"):  # fmt: skip
+        assert part in said, said
 
 
 @pytest.mark.parametrize(
@@ -111,15 +108,6 @@ def test_time_spent_in_an_evaluation_is_no_iteration_time():
     assert "iteration 60/70 |" in out.getvalue() and "1.00 s/iteration | 10s left" in out.getvalue()
 
 
-def test_accuracy_before_and_latest_are_shown_for_every_variant():
-    display, _, out = plain(total=10)
-    with display:
-        display.evaluation(0, {"accuracy/default": 0.25, "accuracy/no tool": 0.1, "accuracy/lost": None})
-        display.evaluation(10, {"accuracy/default": 0.9, "accuracy/no tool": 0.6})
-        display.update(10, METRICS)
-    assert "accuracy 0.250 → 0.900 greedy | no tool 0.100 → 0.600 greedy" in lines(out)[-1]
-
-
 # The panel
 
 
@@ -134,22 +122,6 @@ def test_the_panel_fits_any_terminal(width, height):
         display.message("a message")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert max(len(part.rstrip()) for part in re.split(r"[\r\n]+", text)) <= width
-
-
-def test_an_error_inside_stops_the_panel():
-    display, out = terminal()
-    with pytest.raises(ZeroDivisionError), display:
-        display.update(1, METRICS)
-        raise ZeroDivisionError
-    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_a_dumb_terminal_gets_plain_lines():
-    out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True, _environ={"TERM": "dumb"})
-    with ProgressDisplay(1, 0, console) as display:
-        display.update(1, METRICS)
-    assert len(lines(out)) == 1 and "\x1b" not in out.getvalue()
 
 
 # --- curve.png: what is read from a run folder, and what the figure shows of it
@@ -211,21 +183,3 @@ def test_smoothing_is_a_gaussian_average():
     np.testing.assert_allclose(smooth(pd.Series(values))[7:14], weights / weights.sum())
     noise = pd.Series(np.random.default_rng(0).normal(size=400))
     assert smooth(noise).std() < 0.3 * noise.std()
-
-
-def test_an_episode_in_a_line() -> None:
-    said = [
-        Message.of("user", "How many\n  shapes?"),
-        Message.of("assistant", "<answer>3</answer>"),
-        Message.of("user", "Wrong. Try again."),
-        Message.of("assistant", "x" * 200),
-        Message.of("user", "Right."),
-    ]
-    turn = Turn(0, 1, 0, StopReason.END_OF_TURN, reward=0.5)
-    nothing = np.zeros(2, np.int32)
-    one = Trajectory(
-        "t", nothing, nothing > 0, nothing * 1.0, (turn, turn), TrajectoryStatus.COMPLETED, messages=tuple(said)
-    )
-    assert episode_line(one) == f"  an episode: Wrong. Try again. → {'x' * 97}... | reward 1, 2 turns"
-    short = dataclasses.replace(one, turns=(turn,), messages=tuple(said[:2]))
-    assert episode_line(short) == "  an episode: How many shapes? → <answer>3</answer> | reward 0.5"

@@ -64,18 +64,12 @@ def test_this_environment_loads(here):
 # Versions
 
 
-def test_another_version_of_ray_fails_and_of_peft_warns(monkeypatch):
-    versions(monkeypatch, ray="2.59.0", peft="0.1", transformers=None)
-    checks = found(doctor._packages())
-    assert checks["ray"].status == "fail" and "ray[" in checks["ray"].remedy and "==2.60.0" in checks["ray"].remedy
-    assert checks["peft"].status == "warn" and ">=" in checks["peft"].detail
-    assert checks["transformers"].status == "fail" and checks["transformers"].detail == "not installed"
-    assert all(";" not in check.remedy for check in checks.values())
-
-
 @pytest.mark.parametrize(
     ("installed", "name", "status"),
     [
+        ({"ray": "2.59.0"}, "ray", "fail"),
+        ({"peft": "0.1"}, "peft", "warn"),
+        ({"transformers": None}, "transformers", "fail"),
         ({"metaworld": "3.1.1", "mujoco": "3.4.0"}, "mujoco", "fail"),
         ({"metaworld": "3.1.1", "mujoco": "3.3.0"}, "mujoco", "ok"),
         ({"metaworld": None, "mujoco": "4.0"}, "mujoco", "ok"),
@@ -126,9 +120,6 @@ def test_a_gpu_that_torch_does_not_see_fails(tmp_path, monkeypatch):
     assert check.status == "fail" and "470.01" in check.detail
     smi.write_text("#!/bin/sh\nexit 9\n")  # installed, and no driver
     assert found(doctor._gpus(doctor.Probe(cuda="13.0")))["gpu"].status == "ok"
-
-
-# The machine
 
 
 # --- rl-vlm doctor on Ray's doors: the mode of the token's file, and ports that other machines reach

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.cache import RowCache
-from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import AdapterPayload
@@ -226,26 +224,6 @@ def test_a_call_of_many_parts_says_for_each_part_which_version_sampled_it(
     asyncio.run(narrow.close())
 
 
-def test_base_model_and_policy_answers_do_not_mix(
-    engine: TransformersEngine, text: TextSide, payload: AdapterPayload
-) -> None:
-    base = words(asyncio.run(one(engine, fixed(text))))
-    asyncio.run(engine.load_adapter(payload))
-    policy = words(asyncio.run(one(engine, fixed(text, min_version=1))))
-    assert base != policy
-
-    async def interleaved() -> list[Completion]:
-        calls: list[Awaitable[Completion]] = []
-        for k in range(10):
-            calls.append(asyncio.ensure_future(one(engine, fixed(text, min_version=-1 if k % 3 == 0 else 1))))
-            await asyncio.sleep(0.005 * (k % 4))
-        return await asyncio.gather(*calls)
-
-    for k, answer in enumerate(asyncio.run(interleaved())):
-        assert answer.policy_version == (-1 if k % 3 == 0 else 1)
-        assert words(answer) == (base if k % 3 == 0 else policy)
-
-
 def test_versions_follow_each_other_without_a_trace_of_the_older(
     engine: TransformersEngine, text: TextSide, tiny_folder: Path, payload: AdapterPayload
 ) -> None:
@@ -341,37 +319,3 @@ def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSid
         with pytest.raises(EngineError, match="closed"):
             asyncio.run(call())  # type: ignore[arg-type]
     asyncio.run(engine.close())  # closing twice is no error
-
-
-def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
-    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its place in the HTTP side's memory is given to the next one at once."""
-    stepped, go_on = threading.Event(), threading.Event()
-    step, admit, beside = Decoder.step, Decoder.admit, []
-
-    def held_up(self: Decoder) -> Any:
-        jobs = step(self)
-        stepped.set()
-        assert go_on.wait(60)
-        return jobs
-
-    def noted(self: Decoder, jobs: Any) -> Any:
-        beside.append(self.num_rows)
-        return admit(self, jobs)
-
-    async def cancelled() -> None:
-        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
-        assert await asyncio.to_thread(stepped.wait, 60)
-        call.cancel()
-        await asyncio.sleep(0)
-        following = asyncio.ensure_future(engine.generate([fixed(text)]))
-        await until(lambda: engine.stats().waiting > 0)
-        go_on.set()
-        await following
-
-    monkeypatch.setattr(Decoder, "step", held_up)
-    monkeypatch.setattr(Decoder, "admit", noted)
-    with endless(engine, text):
-        asyncio.run(cancelled())
-    assert beside == [0, 0]

@@ -15,8 +15,7 @@ from core_support import picture, pictures, plain_model, reference_logits, reque
 from engine_support import endless, until
 
 from rl_vlm.engines.base import EngineError, RequestTooLargeError
-from rl_vlm.engines.cache import RowCache, reserved_tokens
-from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.cache import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.families.qwen_fast import QwenBackbone
@@ -37,40 +36,19 @@ def backbone_of(folder: Path, text: TextSide, **more: Any) -> QwenBackbone:
 # --- prompts
 
 
-def test_requests_join_running_ones_in_prefills_sorted_by_length(
-    tiny_folder: Path, text: TextSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = TransformersEngine(tiny_folder, max_context=1024)
-    prefills: list[tuple[int, list[int]]] = []  # rows that were running, lengths of the prompts
-    prefill = Decoder._prefill
-
-    def watched(self: Decoder, jobs: list[Any]) -> Any:
-        prefills.append((self.num_rows, [len(job.prompt_ids) for job in jobs]))
-        return prefill(self, jobs)
-
-    monkeypatch.setattr(Decoder, "_prefill", watched)
-    monkeypatch.setattr("rl_vlm.engines.decoder.PREFILL_TOKENS", 130)
-    lengths = [40, 3, 25, 60, 1, 33]
-
+def test_requests_join_running_ones(engine: TransformersEngine, text: TextSide) -> None:
     async def join() -> None:
         running = asyncio.ensure_future(engine.generate([request(text, ["?"], max_new_tokens=400)]))
         await until(lambda: engine.stats().running == 1)
-        joining = [request(text, ["a " * length], name=str(length), max_new_tokens=3) for length in lengths]
+        joining = [request(text, ["a " * length], name=str(length), max_new_tokens=3) for length in (40, 3, 25)]
         answers = await engine.generate(joining)
-        assert [answer.request_id for answer in answers] == [str(length) for length in lengths]
-        assert not running.done()
+        assert [answer.request_id for answer in answers] == ["40", "3", "25"]
+        assert not running.done() and engine.stats().mean_batch > 1
         running.cancel()
         await until(lambda: engine.stats().running == 0)
 
     with endless(engine, text):
         asyncio.run(join())
-    joined = prefills[1:]
-    assert all(rows >= 1 for rows, _ in joined)
-    flat = [length for _, batch in joined for length in batch]
-    assert len(flat) == len(lengths) and flat == sorted(flat)
-    assert len(joined) > 1 and all(len(batch) * max(batch) <= 130 for _, batch in joined)
-    assert engine.stats().mean_batch > 1
-    asyncio.run(engine.close())
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples(tiny_folder: Path, text: TextSide) -> None:
@@ -98,7 +76,6 @@ def test_the_image_cache_drops_what_was_used_longest_ago(tiny_folder: Path, text
     backbone.image_features(images[:1])  # the second is now the oldest
     backbone.image_features(images[3:])
     assert (backbone.cache_misses, backbone.cache_hits) == (4, 1)
-    assert sum(features.num_bytes for features in backbone._cache.values()) <= 3 * size
     backbone.image_features([images[0], images[2], images[3]])
     assert backbone.cache_misses == 4
     backbone.image_features([images[1]])
@@ -166,13 +143,6 @@ def test_pixel_limits_hold_for_counting_and_for_encoding(tiny_folder: Path) -> N
 
 
 # --- Streaming and alternatives of the transformers engine: the same tokens as without, piece by piece
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine(tiny_folder, max_context=1024)
-    yield engine
-    asyncio.run(engine.close())
 
 
 def ask(text: TextSide, name: str = "r", **sampling: Any) -> GenerationRequest:
@@ -380,23 +350,3 @@ def test_a_request_that_no_memory_can_hold_is_refused(tiny_folder: Path, text: T
         await engine.close()
 
     asyncio.run(live())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_cache_never_reserves_more_than_is_counted_for_it(seed: int) -> None:
-    """Rows come in batches of any length, and go one by one or all together."""
-    rng = np.random.default_rng(seed)
-    cache, allowed = RowCache(), 0
-    for _ in range(400):
-        if rng.random() < 0.4:
-            rows, length = int(rng.integers(1, 40)), int(2 ** rng.uniform(3, 12))
-            allowed = max(allowed, reserved_tokens(cache.num_rows + rows, max(cache.length, length)))
-            prompt = torch.zeros(1, 1, 4, 1)
-            cache.admit([(prompt, prompt)], torch.zeros(rows, dtype=torch.long), length)
-        elif cache.num_rows:
-            kept = np.flatnonzero(rng.random(cache.num_rows) > rng.choice([0.05, 0.5, 1.0]))
-            cache.keep(torch.from_numpy(kept))
-        if not cache.num_rows:
-            allowed = 0
-        reserved = cache._keys[0].shape[0] * cache._keys[0].shape[2] if cache._keys else 0
-        assert reserved <= allowed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models import attention, loading
-from rl_vlm.models.attention import causal_attention, last_token_attention, masked_attention, needs_own_keys
+from rl_vlm.models.attention import causal_attention, last_token_attention, masked_attention
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve import plan
 from rl_vlm.runs.train import inspect_run
@@ -102,20 +101,6 @@ def test_the_head_is_told(tiny_folder: Path) -> None:
 
 
 # --- Attention of query heads that share key heads: on a GPU no call is left to torch's kernel that writes out all scores
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "wanted"),
-    [
-        ("cuda", torch.float32, True),
-        ("cuda:1", torch.float32, True),
-        ("cuda", torch.bfloat16, False),
-        ("cpu", torch.float32, False),
-    ],
-)
-def test_kernels_for_float32_on_a_gpu_know_no_groups(device: str, dtype: torch.dtype, wanted: bool) -> None:
-    query: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
-    assert needs_own_keys(query) is wanted
 
 
 def sides(length: int, queries: int) -> list[Tensor]:

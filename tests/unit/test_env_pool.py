@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -130,24 +129,6 @@ def test_a_pool_whose_threads_all_hang_still_answers() -> None:
     release.set()
     assert all(isinstance(result, EnvTimeoutError) for result in results)
     assert pool.stuck == 2
-
-
-def test_short_calls_of_many_groups_get_their_own_results() -> None:
-    pool = EnvPool(VisionEnv, timeout_s=60)
-
-    async def many() -> list[list[int]]:
-        async def group(number: int) -> list[int]:
-            found: list[int] = []
-            for step in range(5):
-                found += await pool.run([partial(sum, (100 * number, 10 * step, k)) for k in range(3)])
-                if number % 2:
-                    await asyncio.sleep(0)
-            return found
-
-        return await asyncio.gather(*(group(number) for number in range(20)))
-
-    for number, found in enumerate(asyncio.run(many())):
-        assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
 
 
 # --- one pool per set of arguments, and never many

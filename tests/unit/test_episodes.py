@@ -165,7 +165,8 @@ def test_the_first_turn_is_one_request_for_all_samples(speaker: Speaker, text: T
 
 def test_a_trajectory_holds_exactly_what_was_shown_and_said(speaker: Speaker, text: TextSide) -> None:
     speaker.answer = lambda request, k: f"answer {k}"
-    pool = pool_of((Observation(), 0.75, True, False, {"correct": True}))
+    last = Observation.user("Bye.", LATER)  # which no turn follows
+    pool = pool_of((last, 0.75, True, False, {"correct": True}))
     group = play(pool, speaker)
     prompt = expand(text, text.codec.encode_prompt([Message.of("user", FIRST, "What?")]).token_ids, [FIRST])
     for k, trajectory in enumerate(group.trajectories):
@@ -192,7 +193,7 @@ def test_later_turns_follow_their_episode(speaker: Speaker, text: TextSide) -> N
 
     speaker.answer = answer
     pool = pool_of(on("Closer:", LATER, reward=0.5), on("And?"), END)
-    (trajectory,) = play(pool, speaker, size=1).trajectories
+    (trajectory,) = play(pool, speaker, size=1, record=True).trajectories
     first, second, third = speaker.requests
     assert [asked.preferred_replica for asked in speaker.requests] == ["", "replica-1", "replica-2"]
     assert [asked.request_id for asked in speaker.requests] == ["g7:0", "g7:0:1", "g7:0:2"]
@@ -219,6 +220,7 @@ def test_later_turns_follow_their_episode(speaker: Speaker, text: TextSide) -> N
         }
         for m in chat
     ]
+    assert trajectory.messages == (*chat, Message.of("assistant", "xxx"))
     rendered = speaker.tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
     assert third.prompt_ids.tolist() == speaker.ids(rendered)
 
@@ -240,31 +242,6 @@ def test_turns_that_were_shown_the_same_have_the_same_state(speaker: Speaker) ->
     assert three[0] == start
     assert len({start, at_left, at_right, three[1]}) == 4  # the same words with another picture are another state
     assert all(re.fullmatch("[0-9a-f]{16}", name) for name in (*one, *three))
-
-
-def test_nothing_is_appended_after_the_last_turn(speaker: Speaker, text: TextSide) -> None:
-    """Neither what a last step shows nor an end-of-turn token that was not sampled."""
-    shown = (Observation.user("Bye.", LATER), 1.0, True, False, {})
-    (trajectory,) = play(pool_of(shown), speaker, size=1).trajectories
-    assert trajectory.turns[-1].stop == len(trajectory)
-    assert trajectory.images == (FIRST,)
-
-
-def test_episodes_of_one_group_go_their_own_ways(speaker: Speaker) -> None:
-    """The number of turns depends on the answer; the order of the group does not."""
-    speaker.answer = lambda request, k: "short" if request.sampling.n > 1 and k == 1 else f"long {k}"
-    long = (on("go on"), on("go on"), END)
-    group = play(pool_with(Scripted(*long), Scripted(END), Scripted(*long)), speaker)
-    assert [len(trajectory.turns) for trajectory in group.trajectories] == [3, 1, 3]
-    assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g7:0", "g7:1", "g7:2"]
-    assert {asked.request_id for asked in speaker.requests} == {"g7:0", "g7:0:1", "g7:0:2", "g7:2:1", "g7:2:2"}
-
-
-def test_the_conversation_is_kept_for_people_when_asked_for(speaker: Speaker) -> None:
-    (trajectory,) = play(pool_of(on("more", LATER), END), speaker, size=1, record=True).trajectories
-    assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
-    assert [message.text for message in trajectory.messages] == ["What?", "ok", "more", "ok"]
-    assert trajectory.messages[2].images == (LATER,)
 
 
 def test_plain_values_of_info_are_kept_also_as_numpy_scalars(speaker: Speaker) -> None:

@@ -15,7 +15,6 @@ import pytest
 from core_support import adapted_policy
 from http_support import EngineBackend, serving
 from scipy import stats
-from test_env_runner import Direct
 
 from rl_vlm.config import EndpointSection, PolicyConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -26,6 +25,7 @@ from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs import evaluate
 from rl_vlm.runs.evaluate import evaluate_policy_run
+from rl_vlm.testing import EngineClient
 from rl_vlm.types import RLVLMError, UserInputError
 
 ITEMS = 12
@@ -74,7 +74,7 @@ def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counti
     @contextmanager
     def served(run: PolicyConfig) -> Iterator[Any]:
         worker = RolloutWorker(run, "run", Path(run.model.path))
-        worker._client = Direct(engine)  # type: ignore[assignment]
+        worker._client = EngineClient(engine)  # type: ignore[assignment]
         counting[0]._worker = worker
 
         def publish(payload: AdapterPayload) -> None:
