@@ -33,15 +33,18 @@ from rl_vlm.types import Message, RLVLMError, UserInputError
 CHOICES = ("0", "1", "-1")
 
 
-def ask(reply, plain=False, choices=CHOICES):
+def ask(reply, plain=False):
     def answer(_):
         return reply if isinstance(reply, httpx.Response) else httpx.Response(200, content=reply)
 
-    endpoint = HTTPEndpoint(EndpointSection(url="http://127.0.0.1:9/v1"), plain, httpx.MockTransport(answer))
+    settings = EndpointSection(url="http://127.0.0.1:9/v1")
+    return ask_endpoint(HTTPEndpoint(settings, plain, httpx.MockTransport(answer)), choices=CHOICES)
 
+
+def ask_endpoint(endpoint, **more):
     async def once():
         async with endpoint.open() as question:
-            return await question(Question((Message.of("user", "?"),), 8, choices=choices))
+            return await question(Question((Message.of("user", "?"),), 8, **more))
 
     return asyncio.run(once())
 
@@ -163,10 +166,9 @@ def test_pictures_are_read_when_they_are_labelled_and_few_at_a_time(tmp_path, mo
 
 
 def test_a_log_with_a_long_answer_can_be_continued(tmp_path):
-    part = Segment(np.zeros((1, 0), np.float32), np.zeros((1, 0), np.float32), np.ones(1, np.float32), None)
     log = query_log(tmp_path / "log.csv")
     for iteration in (1, 2, 3):
-        log.add(log_row(SegmentPair(part, part), Label(0, text="word " * 30_000), iteration, time.time()))
+        log.add(log_row(pair(), Label(0, text="word " * 30_000), iteration, time.time()))
     with (tmp_path / "log.csv").open("a") as file:  # as an earlier version wrote it
         file.write(",".join(["1", "1", "0", "1.0", "2", "given", "", "", "", "", "1", "", "x" * 140_000]) + "\n")
     log.rewind(2)
@@ -187,14 +189,6 @@ def pair():
     return SegmentPair(part, part)
 
 
-def ask_for_text(endpoint):
-    async def once():
-        async with endpoint.open() as question:
-            return await question(Question((Message.of("user", "?"),), 8))
-
-    return asyncio.run(once())
-
-
 def echo(request):
     return httpx.Response(400, text=f"bad headers: {dict(request.headers)} for {request.url}")
 
@@ -205,7 +199,7 @@ def test_an_endpoint_that_sends_the_token_back_does_not_get_it_into_a_message(mo
     monkeypatch.setenv(variable, TOKEN + ending)
     settings = EndpointSection(url="http://user:hunter2hunter2@127.0.0.1:9/v1", token_env=variable)
     with pytest.raises(EndpointError) as caught:
-        ask_for_text(HTTPEndpoint(settings, transport=httpx.MockTransport(echo)))
+        ask_endpoint(HTTPEndpoint(settings, transport=httpx.MockTransport(echo)))
     assert "bad headers" in str(caught.value)
     assert TOKEN not in str(caught.value) and "hunter2" not in str(caught.value)
     log = str(log_row(pair(), Label(-1, text=f"I saw {TOKEN}", error=str(caught.value)), 0, 0.0))
@@ -216,7 +210,7 @@ def test_a_token_that_no_header_can_hold_is_an_error_that_does_not_show_it(monke
     for bad in (f"{TOKEN}\nX-Evil: 1", f"{TOKEN}\x1b", f"{TOKEN}é"):
         monkeypatch.setenv("RL_VLM_LABEL_TOKEN", bad)
         with pytest.raises(UserInputError, match="printable ASCII") as caught:
-            ask_for_text(HTTPEndpoint(EndpointSection(url="http://127.0.0.1:9/generate"), plain=True))
+            ask_endpoint(HTTPEndpoint(EndpointSection(url="http://127.0.0.1:9/generate"), plain=True))
         assert TOKEN not in str(caught.value)
 
 

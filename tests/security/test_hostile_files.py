@@ -227,17 +227,6 @@ def test_a_parquet_file_of_kilobytes_does_not_take_gigabytes(bomb, tmp_path):
     assert int(grown) < 1024 and "the row group takes more than 256 MiB in memory" in message
 
 
-def test_ordinary_row_groups_are_read_whole(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [
-        {"problem": f"p{number}", "answer": "a", "images": [{"bytes": rng.bytes(number % 7 * 100), "path": None}]}
-        for number in range(1000)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=300)
-    found = file_rows([tmp_path / "train.parquet"], QUESTIONS.columns)
-    assert [found.row(number) for number in range(len(found))] == rows
-
-
 def test_the_budget_grows_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(row_files, "FREE_BYTES", 1000)
     rows = [{"problem": np.random.default_rng(n).bytes(500).hex(), "answer": "a", "images": []} for n in range(50)]

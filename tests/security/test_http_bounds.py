@@ -37,9 +37,6 @@ from rl_vlm.types import (
     StopReason,
 )
 
-# The configurations of the published Qwen3-VL models, by size.
-PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
-
 JSON = {"Content-Type": "application/json"}
 
 
@@ -107,7 +104,6 @@ def test_a_written_reply_is_what_the_schema_says(tiny_folder: Path, logprobs: bo
     )
     text = json_bytes(whole.whole([completion]))
     found = ChatCompletion.model_validate_json(text.replace(b'"logprob":null', b'"logprob":-1e9'))
-    assert set(json.loads(text)) <= set(ChatCompletion.model_fields)
     assert found.model == "name" and len(found.choices) == 2 and found.usage.completion_tokens == 60
     sample = completion.samples[0]
     grown = SampleChunk(0, sample.token_ids[:5], sample.logprobs[:5], 7, None, sample.top_logprobs[:5])

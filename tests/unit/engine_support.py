@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
+import torch
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
@@ -21,6 +25,18 @@ def endless(engine: TransformersEngine, text: TextSide) -> Iterator[None]:
         yield
     finally:
         bias[end] = 0.0
+
+
+def out_of_memory(engine: TransformersEngine, call: int, patch: pytest.MonkeyPatch) -> None:
+    """Its backbone has no memory left for this call of `logits`, counted from 1."""
+    logits, calls = engine.backbone.logits, itertools.count(1)
+
+    def fails(*args: Any, **more: Any) -> Any:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("out of memory")
+        return logits(*args, **more)
+
+    patch.setattr(engine.backbone, "logits", fails)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -168,14 +168,6 @@ def packed(rows: list[list[int]]) -> np.ndarray:
     return segments
 
 
-def test_segments_are_used_where_they_save_more_than_their_calls_cost() -> None:
-    """A row of 2 + 1 + 2 tokens: 25 pairs densely, 9 for prompt and first answer, 2 x 4 for the second."""
-    layout = SegmentLayout.of(packed([[2, 1, 2], [3, 2]]))
-    assert layout.is_faster(5, call_cost=8)
-    assert not layout.is_faster(5, call_cost=9)
-    assert SegmentLayout.of(packed([[2, 3], [1, 1]])).is_faster(5, call_cost=10**9)  # nothing but one causal call
-
-
 lengths = st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)).map(lambda x: [x[0], *x[1]])
 
 

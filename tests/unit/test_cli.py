@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import subprocess
@@ -10,15 +9,18 @@ import sys
 import types
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from core_support import adapted_policy
+from huggingface_hub import errors
 from pydantic_core import to_jsonable_python
 from safetensors.numpy import save_file
 
 from rl_vlm.cli import app as cli
 from rl_vlm.config import load_config, save_config
 from rl_vlm.http.server import bind
+from rl_vlm.models.hub import FetchError, hub_errors
 from rl_vlm.runs.serve import banner, plan
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -61,6 +63,10 @@ def harness(monkeypatch):
     episodes.rollout = seen
     install(monkeypatch, episodes)
     return install(monkeypatch, module)
+
+
+def hub_reply(status) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub"))
 
 
 def install(monkeypatch, module):
@@ -129,16 +135,6 @@ def test_a_dry_run_and_contradicting_options_train_nothing(config, training, cap
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["nonsense"], ["train"], ["train", "a", "--nonsense"], ["rollout", "a", "--episodes", "0"], ["doctor", "--jsn"]],
-)
-def test_wrong_usage_is_exit_code_2(argv, capsys):
-    assert run(*argv) == 2
-    captured = capsys.readouterr()
-    assert "Error" in captured.err and "Traceback" not in captured.err
 
 
 class Interrupted(RLVLMError):
@@ -327,67 +323,28 @@ def test_a_model_does_not_take_the_name_of_the_trained_versions(
     assert plan("tiny").name == "tiny"  # the built-in model, whatever else is in the folder
 
 
-# --- rl-vlm fetch: models and data sets of the hub, and clear words when they cannot be had
+# --- the hub's errors, and what envs and doctor print
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A stand-in for snapshot_download: returns `folder` or raises `error`."""
-    import huggingface_hub
-
-    def snapshot_download(name, **options):
-        state.calls.append((name, options["repo_type"]))
-        if state.error is not None:
-            raise state.error
-        return str(state.folder)
-
-    state = types.SimpleNamespace(calls=[], error=None, folder=tmp_path / "snapshot")
-    state.folder.mkdir()
-    (state.folder / "config.json").write_text("{}")
-    for module in (huggingface_hub, importlib.import_module("rl_vlm.cli.fetch")):
-        monkeypatch.setattr(module, "snapshot_download", snapshot_download)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "raised", "word"),
+    [
+        ("RepositoryNotFoundError", {"response": hub_reply(404)}, UserInputError, "HF_TOKEN"),
+        ("GatedRepoError", {"response": hub_reply(403)}, UserInputError, "licence"),
+        ("HfHubHTTPError", {"response": hub_reply(500)}, FetchError, ""),
+        ("LocalEntryNotFoundError", {}, FetchError, "HF_ENDPOINT"),
+    ],
+)
+def test_what_the_hub_refuses_is_the_users_and_what_breaks_is_not(kind, arguments, raised, word, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    return state
+    with pytest.raises(raised, match=word), hub_errors("owner/model"):
+        raise getattr(errors, kind)("no\nmore", **arguments)
 
 
-def hub_error(kind, status=404):
-    import httpx
-    from huggingface_hub import errors
-
-    return getattr(errors, kind)(
-        "no\nmore", response=httpx.Response(status, request=httpx.Request("GET", "https://hub"))
-    )
-
-
-def test_fetch_converts_a_data_set_so_that_it_opens_offline(hub, monkeypatch):
-    import datasets
-
-    loaded = []
-    monkeypatch.setattr(datasets, "load_dataset", loaded.append)
-    assert run("fetch", "owner/data", "--data") == 0
-    assert hub.calls == [("owner/data", "dataset")] and loaded == ["owner/data"]
-
-
-def test_fetch_says_what_went_wrong(hub, monkeypatch, capsys):
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    cases = [
-        (hub_error("RepositoryNotFoundError"), 2, "The hub has no model"),
-        (hub_error("GatedRepoError", 403), 2, "licence"),
-        (hub_error("HfHubHTTPError", 500), 1, "broke off"),
-        (LocalEntryNotFoundError("offline"), 1, "cannot be reached"),
-        (OSError(28, "No space left on device"), 1, "No space left"),
-    ]
-    for hub.error, code, words in cases:
-        assert run("fetch", "owner/model") == code
-        assert words in failure(capsys)
+def test_offline_is_the_users_choice(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub.error = LocalEntryNotFoundError("offline")
-    assert run("fetch", "owner/model") == 2
-    assert "HF_HUB_OFFLINE is set" in failure(capsys)
-
-
-# --- rl-vlm export, envs and doctor: what they hand on and print
+    with pytest.raises(UserInputError, match="HF_HUB_OFFLINE"), hub_errors("owner/model"):
+        raise errors.LocalEntryNotFoundError("offline")
 
 
 def test_envs_lists_ids_descriptions_and_sizes(monkeypatch, capsys):

@@ -71,18 +71,6 @@ def test_the_same_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {key: listed[key] for key in known} == {key: content[key] for key in known} and listed["status"] == "done"
 
 
-def test_runs_are_listed_with_those_that_have_no_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    young = folder.parent / "young"
-    young.mkdir()
-    save_config(PolicyConfig(), young / "config.yaml")
-    assert rl_vlm(["runs", str(folder.parent)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["RUN", "TRAINS", "ENVIRONMENT"] and len(lines) == 3
-    assert "running" in next(line for line in lines if "young" in line)
-    assert "0.25 → 0.75" in next(line for line in lines if "counts" in line)
-    assert rl_vlm(["runs", str(young)]) == 0 and rl_vlm(["show", str(folder.parent)]) == 2
-
-
 def test_a_curve_shows_means_of_neighbours() -> None:
     assert show.curve([1.0, 2.0, 3.0]) == "▁▅█" and show.curve([5.0, 5.0]) == "▁▁"
     assert show.curve([0.0] * 60 + [1.0] * 60) == "▁" * 30 + "█" * 30

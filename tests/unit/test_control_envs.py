@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,13 +11,11 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
 
-from rl_vlm.control_envs import registry
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.cartpole import draw_cartpole
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
-from rl_vlm.control_envs.registry import known_control_envs, make_control_env
+from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
-from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 CARTPOLE = "ContinuousCartPole-v0"
@@ -119,27 +115,6 @@ def test_simulators_of_the_old_interface_run_through_an_adapter() -> None:
     assert env.frame().shape == (90, 90, 3) and (env.frame() == 9).all()
 
 
-def test_installed_packages_provide_environments_through_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rope_simulator.py").write_text(
-        "from rl_vlm.control_envs.cartpole import ContinuousCartPole\n"
-        "def make_rope(**kwargs):\n    return ContinuousCartPole(**kwargs)\n"
-    )
-    information = tmp_path / "rope_simulator-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rope-simulator\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(
-        f"[{registry.ENTRY_POINT_GROUP}]\nropes/Flatten = rope_simulator:make_rope\nropes/Broken = no_such_module:make\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    provided.cache_clear()
-    assert make_control_env("ropes/Flatten", horizon=7).horizon == 7
-    assert "ropes/Flatten" in known_control_envs()
-    with pytest.raises(UserInputError, match="no_such_module"):
-        make_control_env("ropes/Broken")
-
-
 class OwnEnv(gymnasium.Env[Any, Any]):
     """A user's environment, which knows nothing of horizons."""
 
@@ -229,14 +204,6 @@ def test_the_angle_can_be_read_from_the_picture(size: int, degrees: float) -> No
 # --- MetaWorld: starts, goals, views. It is part of the development install
 
 
-@pytest.fixture
-def drawer() -> Iterator[MetaWorldEnv]:
-    env = make_control_env("metaworld/drawer-open-v3", image_size=100)
-    assert isinstance(env, MetaWorldEnv)
-    yield env
-    env.close()
-
-
 @pytest.mark.slow
 def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:
     hidden, shown = MetaWorldEnv("reach"), MetaWorldEnv("reach", observe_goal=True)
@@ -249,8 +216,8 @@ def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_shows_the_object_and_not_the_robot(drawer: MetaWorldEnv) -> None:
-    with_arm = MetaWorldEnv("drawer-open", image_size=100, hide_arm=False)
+def test_the_picture_shows_the_object_and_not_the_robot() -> None:
+    drawer, with_arm = (MetaWorldEnv("drawer-open", image_size=100, hide_arm=hidden) for hidden in (True, False))
     frames = {}
     for env in (drawer, with_arm):
         env.reset(seed=0)
@@ -261,7 +228,7 @@ def test_the_picture_shows_the_object_and_not_the_robot(drawer: MetaWorldEnv) ->
     green = (frames[drawer][..., 1] > frames[drawer][..., 0] + 30).sum()
     assert red[drawer] == 0 and red[with_arm] > 50
     assert green > 1000  # the drawer takes a tenth of the picture or more
-    with_arm.close()
+    drawer.close(), with_arm.close()
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_rows_of_different_lengths_survive_many_retirements(text: TextSide, endl
     for asked in requests:
         alone = run(decoder_of(endless, text), (0, [asked]))[asked.request_id]
         for sample, other in zip(together[asked.request_id].samples, alone.samples, strict=True):
-            assert len(sample.token_ids) == asked.sampling.max_new_tokens
+            assert (len(sample.token_ids), sample.stop_reason) == (asked.sampling.max_new_tokens, StopReason.LENGTH)
             assert sample.token_ids.tolist() == other.token_ids.tolist()
             assert close(sample.logprobs, other.logprobs)
 
@@ -185,13 +185,6 @@ def test_a_sample_ends_with_its_end_of_turn_token(text: TextSide, model: Any) ->
         assert np.flatnonzero(sample.token_ids == text.codec.end_of_turn_id).tolist() == [len(sample.token_ids) - 1]
         assert len(sample.logprobs) == len(sample.token_ids)
         assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
-
-
-def test_a_sample_stops_at_its_length(text: TextSide, endless: QwenBackbone) -> None:
-    requests = [request(text, ["?"], name=str(length), max_new_tokens=length) for length in (1, 2, 30)]
-    for name, answer in run(decoder_of(endless, text), (0, requests)).items():
-        assert len(answer.samples[0].token_ids) == int(name)
-        assert answer.samples[0].stop_reason is StopReason.LENGTH
 
 
 def test_a_stop_string_ends_the_sample_where_it_appears(text: TextSide, endless: QwenBackbone) -> None:

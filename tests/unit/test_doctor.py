@@ -102,15 +102,6 @@ def test_a_crash_of_the_import_is_reported():
 # GPUs
 
 
-def test_gpus_are_listed_with_their_memory(monkeypatch):
-    versions(monkeypatch, vllm=None)
-    busy = {**GPU, "free": GIB}
-    checks = found(doctor._gpus(doctor.Probe(gpus=(GPU, busy), cuda="13.0")))
-    assert checks["gpu 0"].status == "ok" and "139.0 GiB free of 140.0 GiB" in checks["gpu 0"].detail
-    assert checks["gpu 1"].status == "warn" and "nvidia-smi" in checks["gpu 1"].remedy
-    assert checks["gpu engine"].status == "warn" and "vllm" in checks["gpu engine"].remedy
-
-
 def test_a_gpu_that_torch_does_not_see_fails(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 470.01\n")
@@ -190,27 +181,6 @@ def test_a_dry_run_needs_neither_torch_nor_ray(tiny_folder: Path) -> None:
     code = f"import sys; from rl_vlm import cli; assert cli.run({arguments}) == 0; print({{'torch', 'ray'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        (
-            "def __init__(self):\n        raise RuntimeError('no licence')",
-            r"does not open: RuntimeError: no licence \(own.py, line 4\)",
-        ),
-        ("def num_items(self, split):\n        return 'many'", "does not open: TypeError"),
-    ],
-)
-def test_an_environment_that_cannot_be_opened_is_bad_input(
-    tmp_path: Path, tiny_folder: Path, written: str, said: str
-) -> None:
-    (tmp_path / "own.py").write_text(
-        f"from rl_vlm.envs.base import EpisodeEnv\nclass Own(EpisodeEnv):\n    {written}\n"
-    )
-    overrides = [f"model.path={tiny_folder}", f"env.id={tmp_path}/own.py:Own", "env.kwargs={}"]
-    with pytest.raises(UserInputError, match=said):
-        inspect_run(load_config(ROOT / "configs/quickstart.yaml", overrides))
 
 
 def test_damaged_weights_are_bad_input(tiny_folder: Path, tmp_path: Path) -> None:

