@@ -54,7 +54,6 @@ def env(shared):
     return shared
 
 
-@pytest.mark.slow
 def test_an_episode_is_the_same_as_in_process():
     arguments = {"data": GEO3K, "max_turns": 2, "image_size": 64}
     inside, outside = Geo3kEnv(**arguments), ProcessEnv("Geo3k-v0", arguments)
@@ -108,7 +107,6 @@ def test_a_failing_step_is_an_error_that_the_child_survives(env, action, message
     assert env.pid == pid
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("action", ["exit", "abort", "kill"])
 def test_a_crash_is_reported_and_reset_starts_a_fresh_child(env, action):
     pid = env.pid
@@ -123,7 +121,6 @@ def test_a_crash_is_reported_and_reset_starts_a_fresh_child(env, action):
     assert env.step("fine")[1] == 0.5
 
 
-@pytest.mark.slow
 def test_a_hanging_step_is_killed_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
     env = ProcessEnv(BROKEN, {"hello": str(note)}, step_timeout_s=3.0)
@@ -139,7 +136,6 @@ def test_a_hanging_step_is_killed_with_all_that_it_started(tmp_path):
     env.close()
 
 
-@pytest.mark.slow
 def test_the_child_dies_with_its_parent_even_when_it_hangs():
     program = (
         "import sys\nfrom rl_vlm.envs.isolation import ProcessEnv\n"
@@ -157,7 +153,6 @@ def test_the_child_dies_with_its_parent_even_when_it_hangs():
     assert all(gone(helper.pid) for helper in helpers)
 
 
-@pytest.mark.slow
 def test_an_environment_that_is_dropped_leaves_no_process():
     gc.collect()  # what other tests have left behind would be closed between the two counts
     env = ProcessEnv(BROKEN)
@@ -169,7 +164,6 @@ def test_an_environment_that_is_dropped_leaves_no_process():
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
 
 
-@pytest.mark.slow
 def test_wrong_arguments_are_input_errors_and_leave_no_process():
     before = len(psutil.Process().children())
     with pytest.raises(UserInputError, match="env.kwargs.level"):

@@ -208,10 +208,12 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(plain: bool, limit: int
 
     section = EndpointSection(url="http://vlm/v1", max_in_flight=limit)
     endpoint = HTTPEndpoint(section, plain, httpx.MockTransport(slow))
-    labels = asyncio.run(
-        VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section)).label(random_pairs(20))
-    )
+    labeller = VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section))
+    labels = asyncio.run(labeller.label(random_pairs(20)))
     assert most == expected and not any(label.error for label in labels)
+    # It always answers for the first picture: blind to what is shown.
+    assert [label.value for label in labels] == [-1] * 20
+    assert labeller.stats.position_bias == 1.0 and labeller.stats.disagreements == 20
 
 
 @pytest.mark.parametrize(

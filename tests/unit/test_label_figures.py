@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 from scipy.stats import t as student_t
 from test_cli import output, run
 
 from rl_vlm.labelling.query_log import StepCsv
 from rl_vlm.plots.curves import combine, read_curve
-from rl_vlm.plots.label_accuracy import draw_label_accuracy, histogram, read_labels, summarise
+from rl_vlm.plots.label_accuracy import histogram, read_labels, summarise
 from rl_vlm.preference.evaluation import EpisodeResult, evaluation_metrics
 from rl_vlm.runs.preference import EVAL_COLUMNS, evaluation_row
 from rl_vlm.types import UserInputError
@@ -111,15 +110,6 @@ def test_bins_are_linear_and_the_last_holds_the_largest_difference() -> None:
     _, counts = histogram(labels, 10)
     np.testing.assert_array_equal(counts.sum(1), np.histogram(differences, bins=10, range=(0, 10))[0])
     assert counts[0].tolist() == [2, 1, 0]
-
-
-def test_label_accuracy_is_drawn(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    rows = [(a, b, int(a < b) if rng.random() < 0.8 else -1) for a, b in rng.normal(size=(60, 2))]
-    files = [log_csv(tmp_path / f"{k}.csv", *rows[k::2]) for k in range(2)]
-    found = draw_label_accuracy(files, [tmp_path / "a.png", tmp_path / "a.svg"], bins=10)
-    assert found["labels"] == 60 and found["accuracy"] == 1.0
-    assert Image.open(tmp_path / "a.png").size == (1800, 1000)
 
 
 def test_the_commands_write_the_originals_file_names(tmp_path: Path, monkeypatch, capsys) -> None:

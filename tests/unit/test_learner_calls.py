@@ -15,9 +15,7 @@ import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray_support import DEAD, HANGS, RAY, Reference
 
-from rl_vlm.algorithms import learners, policy
-from rl_vlm.algorithms.checkpoint import Checkpoint
-from rl_vlm.algorithms.grpo import GRPO
+from rl_vlm.algorithms import learners
 from rl_vlm.algorithms.learners import LearnerDiedError, LearnerLostError, LearnerOutOfMemoryError, Learners
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
@@ -25,7 +23,6 @@ from rl_vlm.config import LearnerSection, PolicyConfig, parse_config, save_confi
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.sight_check import UnfitImagesError
-from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout import actors
 from rl_vlm.rollout.rollouts import TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
@@ -79,10 +76,6 @@ def supervised(*members: Learner, in_step: bool = False, **settings: Any) -> Lea
     section = LearnerSection(**settings)
     group = SimpleNamespace(is_local=False, _workers=list(members))
     return Learners(group, SimpleNamespace(**section.model_dump(), in_step=in_step), lambda: None, Counter())  # type: ignore[arg-type]
-
-
-def unfit(_: Any) -> Any:
-    raise UnfitImagesError("t0 has 4 image tokens, and the learner makes 6 of its images.")
 
 
 def test_another_learner_answers_for_a_dead_one() -> None:
@@ -270,29 +263,6 @@ def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
         assert algorithm.published == ["average", "trained 4"][: 2 - bool(fails)]
     with pytest.raises(LearnerLostError), PolicyAlgorithm._evaluated_weights(Averaging(LearnerLostError("gone"))):  # type: ignore[arg-type]
         pass
-
-
-def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a learner that always dies in the first update would be replaced for ever."""
-    payload = AdapterPayload(0, b"", "{}", "")
-    monkeypatch.setattr(AdapterPayload, "state", lambda self: {})
-    saved = Checkpoint(payload, {}, {"updates": 0, "restarts": {}, "rollouts": {}, "torch_rng": []})
-    monkeypatch.setattr(policy, "read_checkpoint", lambda folder: saved)
-    published: list[int] = []
-    # Of a run that was resumed at its very beginning: no version is newer than the first.
-    algorithm: Any = GRPO.__new__(GRPO)
-    algorithm.version = algorithm.first_version = 0
-    algorithm.updates, algorithm.restarts = 1, Counter(learner=2)
-    algorithm._service = SimpleNamespace(newest_version=lambda: 0)
-    algorithm.rollouts = SimpleNamespace(restore=lambda state, counts: None, dropped=Counter())
-    algorithm.learners = SimpleNamespace(call_each=lambda function: None)
-    algorithm.set_state = lambda state: None
-    algorithm.publish = lambda adapter: published.append(adapter.version)
-    algorithm.last_checkpoint = Path("anywhere")
-    algorithm.restore_learners()
-    assert algorithm.restarts == {"learner": 2} and published == [1]
-    algorithm.go_on_from(saved, new_process=True)
-    assert not algorithm.restarts.total() and published == [1, 0]
 
 
 # --- What a policy run does where sampling ends it, and which resumes it refuses. Nothing is started

@@ -54,36 +54,24 @@ def gradients(head: Head, values: tuple[Tensor, Tensor], hidden: Tensor) -> tupl
     return torch.autograd.grad((torch.stack(values) * mixture).sum(), [hidden, head.lm_head.weight])
 
 
-def test_capped_logits_have_the_same_gradients_as_written_out() -> None:
-    """Of a tanh before the temperature, in several parts, with suppressed tokens."""
-    head: Any = Head(softcap=0.8)
-    hidden, targets = inputs()
-    hidden, targets = hidden.repeat(30, 1).requires_grad_(), targets.repeat(30)
-    allowed = [i for i in range(VOCABULARY) if i not in SUPPRESSED]
-    capped = 0.8 * torch.tanh(hidden @ head.lm_head.weight.T / 0.8)[:, allowed] / 0.7
-    distribution = torch.distributions.Categorical(logits=capped)
-    wanted = distribution.log_prob(torch.tensor([allowed.index(int(target)) for target in targets]))
-    found, entropy = token_logprobs(head, hidden, targets, 0.7)
-    assert entropy is not None
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(entropy, distribution.entropy())
-    ours, theirs = (
-        torch.autograd.grad((one.cos() + two).sum(), [hidden, head.lm_head.weight], retain_graph=True)
-        for one, two in ((found, entropy), (wanted, distribution.entropy()))
-    )
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("tile", "softcap"),
-    [(None, None), (None, 0.8), (Tile(1, 1), None), (Tile(5, 7), None), (Tile(100, 13), None), (Tile(4, 100), None)],
+    [
+        (None, None),
+        (None, 0.8),
+        (Tile(1, 1), None),
+        (Tile(5, 7), None),
+        (Tile(5, 7), 0.8),
+        (Tile(100, 13), None),
+        (Tile(4, 100), None),
+    ],
 )
 def test_only_what_a_grammar_allows_has_a_part_in_values_and_gradients(
     tile: Tile | None, softcap: float | None
 ) -> None:
     """Against a distribution per position over the allowed tokens alone, of which there may be a single one."""
-    dtype, tolerance = (torch.float32, 1e-5) if tile is None else (torch.float64, 1e-12)
+    exact = tile is not None and softcap is None
+    dtype, tolerance = (torch.float64, 1e-12) if exact else (torch.float32, 1e-5)
     head: Any = Head(dtype, softcap=softcap)
     hidden, targets = inputs()
     hidden = hidden.to(dtype).requires_grad_()
@@ -152,26 +140,6 @@ def test_tiles_equal_the_direct_computation_in_float32(
         assert one is None or torch.allclose(one, other, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("entropy", "frozen"),
-    [
-        ("none", True), ("value", True), ("gradient", True),
-        *(pytest.param(entropy, False, marks=pytest.mark.slow) for entropy in ("none", "value", "gradient")),
-    ],
-)  # fmt: skip
-def test_the_written_gradient_passes_gradcheck(entropy: Any, frozen: bool) -> None:
-    head: Any = Head(torch.float64)
-    head.lm_head.weight.requires_grad_(not frozen)
-    hidden, targets = inputs()
-    hidden = hidden[:6].double().requires_grad_()
-
-    def values(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = token_logprobs(head, rows, targets[:6], 0.7, entropy=entropy, tile=Tile(4, 11))
-        return tuple(value for value in found if value is not None and value.requires_grad)
-
-    assert torch.autograd.gradcheck(values, (hidden, head.lm_head.weight))
-
-
 def test_two_tokens_by_hand() -> None:
     """Logits (ln 3, 0) and one token that is suppressed: probabilities 3/4 and 1/4."""
     head: Any = Head(torch.float64)
@@ -231,15 +199,6 @@ def test_suppressed_tokens_bring_no_nan_into_entropies_or_gradients(tile: Tile |
     assert (entropies >= -1e-6).all()
     for gradient in torch.autograd.grad(100 * entropies.sum() + values.sum(), [hidden, head.lm_head.weight]):
         assert torch.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("tile", [None, Tile(2, 16)])
-def test_the_entropy_of_equal_logits_counts_the_allowed_tokens_only(tile: Tile | None) -> None:
-    backbone: Any = Head()
-    _, entropies = token_logprobs(backbone, torch.zeros(3, WIDTH), torch.tensor([1, 2, 3]), 1.0, tile=tile)
-    assert entropies is not None
-    expected = torch.tensor(float(VOCABULARY - len(SUPPRESSED))).log()
-    assert torch.allclose(entropies, expected.expand(3))
 
 
 @pytest.mark.parametrize("tile", [None, Tile(8, 16)])

@@ -18,7 +18,7 @@ from core_support import Sample, plan_update
 from torch import Tensor
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.config.learner import BUILTIN_LOSSES, AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import UpdateStats
@@ -100,34 +100,12 @@ def test_sapo_by_hand(ratio: float, advantage: float) -> None:
     assert not terms.clipped.any()
 
 
-@pytest.mark.parametrize("loss", BUILTIN_LOSSES)
-def test_at_the_first_step_every_loss_has_the_gradient_of_the_policy(loss: str) -> None:
-    """With new = old the gradient of a single token's loss is -A, whatever bounds the ratio later."""
-    advantage = torch.tensor([-2.0, 0.5, 1.0], dtype=torch.float64)
-    old = torch.tensor([-0.1, -3.0, -1.0], dtype=torch.float64)
-    new = old.clone().requires_grad_()
-    terms = LOSSES[loss](token_batch(new, old, advantage, torch.arange(3)), AlgorithmSection(loss=loss))
-    terms.loss.sum().backward()
-    assert new.grad is not None
-    assert new.grad.tolist() == pytest.approx((-advantage).tolist(), rel=1e-6)
-    assert terms.ratio.tolist() == [1.0] * 3
-    assert not terms.clipped.any()
-
-
 def test_kl_estimates_by_hand() -> None:
     new, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
     assert kl_estimate(new, reference, "k2").tolist() == pytest.approx([0.125, 0.0])
     assert kl_estimate(new, reference, "k3").tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, 0.0])
     with pytest.raises(ValueError, match="gradient"):
         AlgorithmSection(kl_estimator="k1")  # type: ignore[arg-type]
-
-
-def test_k3_averages_to_the_divergence() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-    new, reference = torch.log_softmax(logits, -1)
-    exact = (new.exp() * (new - reference)).sum()
-    assert (new.exp() * kl_estimate(new, reference, "k3")).sum() == pytest.approx(float(exact))
 
 
 def test_k2_has_the_gradient_of_the_divergence() -> None:
@@ -378,12 +356,16 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
         assert stats["policy/kl"] / stats["tokens"] == pytest.approx(metrics["kl"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "clip-higher"])
+GSPO = [{**CONSTANTS["plain"], "loss": "gspo"}, {**CONSTANTS["clip-higher"], "loss": "gspo"}]
+
+
+@pytest.mark.parametrize("config", [*(settings_of("grpo", **one) for one in GSPO), settings_of("gspo", tis_cap=None)])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_gspo_and_its_gradient_equal_those_of_trl(trainer: Any, name: str, parts: int) -> None:
+def test_gspo_and_its_gradient_equal_those_of_trl(trainer: Any, config: AlgorithmSection, parts: int) -> None:
     """With one advantage per sequence, our gradient through each token equals theirs through the mean."""
-    config = settings_of("grpo", **{**CONSTANTS[name], "loss": "gspo"})
-    agree(trainer, Numbers(seed=7), "grpo", config, parts)
+    stats, _ = agree(trainer, Numbers(seed=7), "grpo", config, parts)
+    if config.preset == "gspo":  # bounds this narrow stop about half of the tokens
+        assert 0 < stats["policy/clip_fraction"] < stats["tokens"]
 
 
 @pytest.mark.parametrize("loss", ["cispo", "sapo"])
@@ -393,11 +375,6 @@ def test_cispo_and_sapo_and_their_gradients_equal_those_of_trl(trainer: Any, los
     own = {"cispo_cap": 1.2} if loss == "cispo" else {"sapo_tau_pos": 0.8, "sapo_tau_neg": 1.5}
     stats, _ = agree(trainer, Numbers(seed=8), loss, settings_of(loss, **CONSTANTS[name], **own), parts)
     assert (stats["policy/clip_fraction"] > 3) is (loss == "cispo")
-
-
-def test_the_gspo_preset_equals_trl_with_the_published_bounds(trainer: Any) -> None:
-    stats, _ = agree(trainer, Numbers(seed=9), "grpo", settings_of("gspo", tis_cap=None), parts=2)
-    assert 0 < stats["policy/clip_fraction"] < stats["tokens"]  # bounds this narrow stop about half of the tokens
 
 
 def test_the_rloo_preset_takes_the_first_step_of_trls_trainer(trainer: Any) -> None:

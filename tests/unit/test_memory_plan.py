@@ -268,17 +268,6 @@ def test_a_preference_run_is_planned() -> None:
     ]
 
 
-def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(CONFIGS / "geo3k_qwen3vl_4b.yaml")
-    assert cli.run(["plan", config, "--gpu-gib", "47.4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and found["parameters"] == 4_437_815_808 and found["cards"][0]["left"] > 0
-    assert cli.run(["plan", config, "--gpu-gib", "47.4"]) == 0
-    printed = capsys.readouterr().out
-    for name in ("weights", "LoRA and optimiser", "activations", "images", "keys and values", "CUDA context", "left"):
-        assert name in printed
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_of_another_family_fits_the_card_that_the_docs_name(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -349,9 +338,6 @@ def test_qwen_2_5_is_counted_too(tmp_path: Path) -> None:
 
 
 # --- What replicas have memory for, and how many `rl-vlm serve` waits for at its start
-
-
-FEWER = ["serving.num_replicas=3", "serving.autoscaling={min_replicas: 1, max_replicas: 2}"]
 
 
 def test_keys_and_values_get_what_a_replica_has_memory_for(tiny_folder: Path) -> None:

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 from real_shapes import FAMILIES, build
 
-from rl_vlm.engines.decoder import Decoder
-from rl_vlm.evaluation.sight_faults import EXACT, distance, explain
-from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.models.families.generic import Backbone
 from rl_vlm.models.families.processor import ProcessorImages
 from rl_vlm.types import RLVLMError
@@ -55,25 +52,6 @@ def test_a_fault_is_found(
     monkeypatch.setattr(target, name, fault(getattr(target, name)))
     cells = parity.Parity(build("idefics3", tmp_path / "model")).run()
     assert {"learner", "engine"} <= set(parity.wrong(cells)), cells
-
-
-def test_an_engine_that_shows_two_requests_each_others_images_is_named(
-    parity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def encode(self: Decoder, prepared: Any) -> None:
-        own(self, prepared)
-        if len(prepared) == 2:
-            prepared[0].features, prepared[1].features = prepared[1].features, prepared[0].features
-
-    own = Decoder._encode_images
-    monkeypatch.setattr(Decoder, "_encode_images", encode)
-    bench = parity.Parity(build("internvl", tmp_path / "model"))
-    asked = [parity.conversations(seed)["one image"] for seed in (0, 1)]
-    group = bench.answers_together(asked, max_new_tokens=12, seeds=(1,), ignore_eos=True)
-    sampled = [one.logprobs[one.loss_mask] for one in group]
-    guesses = sight_logprobs(bench.updater.recompute, bench.text.images, group)
-    fault_found = explain({name: distance(sampled, values) for name, values in guesses.items()}, EXACT)
-    assert fault_found is not None and fault_found.name == "images_swapped"
 
 
 def test_features_of_another_size_are_refused(parity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

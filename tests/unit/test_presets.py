@@ -94,22 +94,6 @@ def test_keys_of_a_tune_space_change_the_run(algorithm: type[RunAlgorithm]) -> N
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-# slime, examples/geo3k_vlm_multi_turn: 64 prompts x 8 samples are 512 samples and one optimiser step.
-@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
-def test_the_geometry_recipe_is_slimes(size: str) -> None:
-    run = load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml")
-    rollout, algorithm, learner = run.rollout, run.algorithm, run.learner
-    assert (rollout.prompts_per_iteration, rollout.group_size, rollout.temperature) == (64, 8, 1.0)
-    assert (rollout.max_turns, run.env.kwargs) == (3, {"max_turns": 3})
-    assert (run.serving.max_context, rollout.max_new_tokens, rollout.max_new_tokens_per_turn) == (4096, 3072, 3072)
-    assert (algorithm.iterations, algorithm.clip_low, algorithm.clip_high) == (3000, 0.2, 0.28)
-    assert (algorithm.kl_coef, algorithm.entropy_coef, algorithm.epochs) == (0.0, 0.0, 1)
-    assert algorithm.advantage_normalization == "std"
-    assert (algorithm.minibatches, run.rollout.max_policy_lag) == (1, 0)
-    assert (tuple(learner.betas), learner.weight_decay, run.seed) == ((0.9, 0.98), 0.1, 42)
-    assert learner.lr == 1e-5  # LoRA: ten times the 1e-6 of the full fine-tune
-
-
 METAWORLD: dict[str, Any] = {
     "session_pairs": 40, "num_interact": 4000, "max_feedback": 20_000, "random_steps": 1000, "exploration_steps": 9000,
     "total_steps": 1_000_000, "sac": (3e-4, 512, 256, 3), "image_size": 300, "reward_model": ("cnn", 3e-4, 10),
@@ -162,21 +146,6 @@ def test_a_preference_recipe_is_the_published_one(name: str) -> None:
     assert (run.env.id, figures(run, "horizon" in expected)) == (env_id, expected)
     assert run.preference.reward == "learn_from_preference"
     assert (run.preference.labels.source, run.preference.labels.steps) == ("vlm", 2)
-
-
-def test_the_constants_of_the_loop_are_the_published_ones() -> None:
-    for name in RECIPES:
-        settings = load_config(CONFIGS / "rl_vlm_f" / f"{name}.yaml").preference
-        sac, model = settings.sac, settings.reward_model
-        assert (sac.gamma, sac.init_alpha, sac.alpha_lr, sac.betas) == (0.99, 0.1, 1e-4, (0.9, 0.999))
-        assert (sac.tau, sac.target_update_every, sac.updates_per_step) == (0.005, 2, 1)
-        assert sac.log_std_bounds == (-5.0, 2.0)
-        assert (settings.exploration_k, settings.reset_updates, settings.feedback_schedule) == (5, 100, 0)
-        assert (settings.frame_capacity, settings.segment_length) == (200_000, 1)
-        assert (model.size, model.kernels, model.channels, model.strides) == (
-            3, (5, 3, 3, 3), (16, 32, 64, 128), (3, 2, 2, 2),
-        )  # fmt: skip
-        assert (model.batch, model.stop_accuracy, model.squash) == (None, 0.97, "tanh")
 
 
 def test_a_task_has_its_camera() -> None:

@@ -52,13 +52,6 @@ def json_lines(folder: Path) -> str:
     return write_lines(folder / "own.jsonl", rows([f"pictures/{name}" for name in png_files(folder / "pictures")]))
 
 
-def data_uris(folder: Path) -> str:
-    return write_lines(
-        folder / "own.jsonl",
-        rows(["data:image/png;base64," + base64.b64encode(item.image.png).decode() for item in ITEMS]),
-    )
-
-
 def in_base64(folder: Path) -> str:
     return write_lines(folder / "own.jsonl", rows([base64.b64encode(item.image.png).decode() for item in ITEMS]))
 
@@ -91,7 +84,7 @@ def class_folders(folder: Path) -> str:
 
 
 FORMS = {
-    "parquet": (parquet, OWN), "paths": (json_lines, OWN), "data URIs": (data_uris, OWN), "base64": (in_base64, OWN),
+    "parquet": (parquet, OWN), "paths": (json_lines, OWN), "base64": (in_base64, OWN),
     "image folder": (image_folder, {"columns": {"question": "ask", "answer": "gold"}}),
     "image folder with CSV": (image_folder_csv, {"columns": {"question": "ask", "answer": "gold"}}),
     "folders named by class": (class_folders, {"question": "How many shapes?"}),

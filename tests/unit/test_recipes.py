@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -71,16 +70,6 @@ def test_an_unknown_name_gets_one_sentence(name: str, hint: str, empty_folder: P
             load(name)
         assert hint in str(error.value) and "`rl-vlm recipes`" in str(error.value)
         assert len(str(error.value).splitlines()) == 1
-
-
-def test_recipes_are_listed(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rl_vlm(["recipes"]) == 0
-    listed = capsys.readouterr().out
-    assert all(f"{name}: " in listed for name in recipe_names())
-    assert "tiny | 2 CPU cores | takes: 1 minute | expect: accuracy 0.25 → 1.00" in listed
-    assert rl_vlm(["recipes", "--json"]) == 0
-    (first,) = (one for one in json.loads(capsys.readouterr().out) if one["name"] == "quickstart")
-    assert first["takes"] == "1 minute" and first["model"] == "tiny"
 
 
 def test_a_recipe_is_copied_and_nothing_is_overwritten(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from stable_baselines3.sac.policies import SACPolicy
 from rl_vlm.config import SACSection
 from rl_vlm.preference.collector import NumpyActor
 from rl_vlm.preference.sac import Batch, SACUpdater
-from rl_vlm.preference.sac_networks import SACNetworks, sample_actions
+from rl_vlm.preference.sac_networks import SACNetworks
 from rl_vlm.preference.state_entropy import state_entropy, std_of, sums_of
 
 O, A, B = 5, 2, 40  # noqa: E741  (observation, action and batch size, as in the shapes)
@@ -133,17 +133,6 @@ def test_alpha_moves_the_entropy_to_its_target() -> None:
     assert updater.target_entropy == -A
     assert float(loss.detach()) == pytest.approx(0.1 * (0.5 + A))  # α = .1, and d α / d log α = α
     assert float(updater.networks.log_alpha.grad) == pytest.approx(0.1 * (0.5 + A))
-
-
-def test_the_log_probability_is_that_of_the_squashed_gaussian() -> None:
-    head = torch.tensor([[0.3, -0.2, 0.1, -0.4]])
-    actions, log_probs = sample_actions(head, torch.tensor([[0.5, -1.0]]), (-5.0, 2.0))
-    log_std = -5 + 3.5 * (torch.tanh(head[0, 2:]) + 1)
-    before = head[0, :2] + torch.tensor([0.5, -1.0]) * log_std.exp()
-    normal = torch.distributions.Normal(head[0, :2].double(), log_std.exp().double())
-    by_hand = normal.log_prob(before.double()).sum() - torch.log(1 - before.double().tanh() ** 2).sum()
-    assert float(log_probs) == pytest.approx(float(by_hand), rel=1e-5)
-    assert actions[0] == pytest.approx(before.tanh().tolist())
 
 
 def test_updates_follow_sacs_order_and_schedules() -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from ray_support import DEAD, HANGS, RAY, Reference
 
-from rl_vlm.config import PolicyConfig
 from rl_vlm.rollout import actors
 from rl_vlm.rollout import sampler as module
 from rl_vlm.rollout.actors import ActorPool
-from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
@@ -25,12 +23,10 @@ class Runner:
 
     def __init__(self) -> None:
         self.outcomes: list[Exception | None] = []
-        self.opened: list[str] = []
         self.asked: list[tuple[str, int]] = []  # id and version of each task that was sent here
         self.running: list[Reference] = []
         self.killed = 0
         self.sample = SimpleNamespace(remote=self._sample)
-        self.open_ahead = SimpleNamespace(remote=self._open_ahead)
         self.back = True
         self.ping = SimpleNamespace(remote=lambda: Reference(None if self.back else DEAD))
 
@@ -48,10 +44,6 @@ class Runner:
     def _sample(self, tasks: list[RolloutTask]) -> Reference:
         self.asked += [(task.group_id, task.min_version) for task in tasks]
         return self._outcome(RolloutResult(lost={task.group_id: "played" for task in tasks}))
-
-    def _open_ahead(self, tasks: list[RolloutTask]) -> Reference:
-        self.opened += [task.group_id for task in tasks]
-        return self._outcome(None)
 
 
 class Manager:
@@ -195,20 +187,6 @@ def test_a_stop_is_heard_while_all_runners_are_down(manager: Manager) -> None:
     with pytest.raises(module.RoundAbandonedError):
         sampler.finish(lambda: next(asked, True))
     assert len(sampler) == 0
-
-
-@pytest.mark.parametrize("autoscaling", [True, False])
-def test_an_autoscaler_has_the_time_that_a_machine_takes_to_start(
-    manager: Manager, monkeypatch: pytest.MonkeyPatch, autoscaling: bool
-) -> None:
-    monkeypatch.delenv("RL_VLM_AUTOSCALING", raising=False)
-    if autoscaling:
-        monkeypatch.setenv("RL_VLM_AUTOSCALING", "1")
-    for lag in (0, 2):
-        run = PolicyConfig.model_validate({"rollout": {"max_policy_lag": lag}, "serving": {"startup_timeout_s": 900.0}})
-        rollouts = make_rollouts(runners_of(manager), SimpleNamespace(), run)  # type: ignore[arg-type]
-        waits = [rollouts._sampler._grace_s, *([rollouts._continuous._grace_s] if lag else [])]
-        assert set(waits) == {900.0 if autoscaling else 120.0}
 
 
 def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from core_support import run_config
 from ray.exceptions import ActorDiedError, ObjectStoreFullError
-from ray.serve.schema import ApplicationStatus
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.sweep import SweepConfig
@@ -21,7 +20,7 @@ from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve_app import HTTPIngress, build
 from rl_vlm.serving import deploy
 from rl_vlm.serving import service as module
-from rl_vlm.serving.deploy import ServingError, deploy_shared
+from rl_vlm.serving.deploy import ServingError
 from rl_vlm.serving.service import PolicyService
 from rl_vlm.serving.shared import mismatch
 from rl_vlm.types import UserInputError
@@ -81,33 +80,6 @@ def test_a_controller_that_is_gone_at_the_end_does_not_make_a_run_fail(monkeypat
     monkeypatch.setattr(module, "ray", SimpleNamespace(kill=lambda actor, no_restart: killed.append(actor)))
     service.stop()
     assert killed == ["registry"]  # replicas without a registry end by themselves
-
-
-@pytest.mark.parametrize(
-    ("keep", "done"),
-    [(True, []), (False, ["deleted", "deployed"])],
-)
-def test_what_becomes_of_an_application_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, keep: bool, done: list[str]
-) -> None:
-    seen: list[str] = []
-    there = {"rl-vlm-shared-s": SimpleNamespace(status=ApplicationStatus.RUNNING)}
-
-    def delete(name: str, _blocking: bool) -> None:
-        seen.append("deleted")
-        del there[name]
-
-    played_serve = SimpleNamespace(
-        status=lambda: SimpleNamespace(applications=there),
-        delete=delete,
-        RunTarget=lambda *_, **__: None,
-        run_many=lambda *_, **__: seen.append("deployed"),
-    )
-    monkeypatch.setattr(deploy, "serve", played_serve)
-    monkeypatch.setattr(deploy, "start_serve", lambda timeout_s: None)
-    monkeypatch.setattr(deploy, "build_app", lambda *_, **__: None)
-    deploy_shared(None, PolicyConfig(), "shared-s", keep)  # type: ignore[arg-type]
-    assert seen == done
 
 
 # --- The application for RayService: its arguments, its deployments, and that it asks for a token. Ray is not started

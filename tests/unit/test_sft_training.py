@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import plain_model, processor, reference_logits, run_config
+from core_support import plain_model, processor, reference_logits
 from peft import PeftModel, get_peft_model
 
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import load_sft_config
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import load_lora_state, lora_state
-from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.ownership import files_in, run_files
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
-from rl_vlm.types import Message, Trajectory
+from rl_vlm.types import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "sft_tiny.yaml"
@@ -294,24 +293,6 @@ def test_a_resume_that_would_leave_rows_out_is_refused(
     assert "rows would be left out" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.slow
-def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_model(
-    finished: Path, tiny_folder: Path
-) -> None:
-    settings = load_sft_config(finished / "config.yaml", [f"model.adapter={finished}"])
-    assert check_initial_adapter(settings.model)["adapter"] == str(finished / "adapter")
-    policy = PolicyModel(tiny_folder, settings)
-    (trajectory, *_) = batch_of(settings, policy)
-    theirs = PeftModel.from_pretrained(plain_model(tiny_folder), finished / "adapter")
-    with torch.no_grad():
-        ours, peft, base = (
-            reference_logits(tiny_folder, model, trajectory.token_ids, trajectory.images)
-            for model in (policy.model, theirs.base_model.model, plain_model(tiny_folder))
-        )
-    assert torch.equal(ours, peft)
-    assert (ours - base).abs().max() > 0.1
-
-
 # --- the adapter that training starts from
 
 
@@ -334,18 +315,6 @@ def test_an_adapter_that_is_not_the_configured_one_is_refused_before_anything_st
     error = capsys.readouterr().err
     assert advice in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
-    finished: Path, tiny_folder: Path
-) -> None:
-    policy = PolicyModel(tiny_folder, run_config(tiny_folder, model__adapter=str(finished)))
-    assert policy.payload(1).tensors == (finished / "adapter/adapter_model.safetensors").read_bytes()
-    ids = policy.text.codec.encode_prompt([Message.of("user", "How many?")]).token_ids
-    with torch.no_grad(), policy.trained.base():
-        base = reference_logits(tiny_folder, policy.model, ids, [])
-        assert torch.equal(base, reference_logits(tiny_folder, plain_model(tiny_folder), ids, []))
 
 
 def test_a_picture_that_cannot_be_decoded_ends_the_run_with_a_checkpoint(

@@ -296,27 +296,6 @@ def _serves(replica: Replica, policy: str, version: int) -> bool:
 
 
 @in_loop
-async def test_a_crashed_tenant_is_dropped_and_the_last_one_ends_the_service(world: Any) -> None:
-    async with world() as place:
-        for policy in "ab":
-            await place.join(policy)
-        assert await place.publish("a", 1, "a")
-        await place.replicas[0].open("a", 1)
-        for _ in range(2):  # b goes on, a has crashed
-            place.skipped_s += 0.7 * place.run.serving.sharing.lease_s
-            assert await place.registry.renew("b")
-        await until(lambda: "a" not in place.replicas[0].follower.policies)
-        await until(lambda: not place.replicas[0].engine.newest)
-        assert not await place.registry.renew("a") and not place.gone
-        assert await place.join("c") == 0  # the home of the one that is gone
-        for policy in "bc":
-            await place.registry.leave(policy)
-        await until(lambda: len(place.gone) == 2)
-        assert place.gone == ["rl-vlm-shared-test", "itself"]
-        assert await place.registry.join("d", None, place.run, place.model.digest) == ""  # come again soon
-
-
-@in_loop
 async def test_a_restarted_registry_does_not_end_the_service_where_deploying_fails_once(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
 from label_support import pair
 from PIL import Image
 
-from rl_vlm.asking import Answer, Question
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.testing import ScriptedEndpoint
 from rl_vlm.types import Message
 from rl_vlm.zoo.poles.lesson import comparison, right_label
 from rl_vlm.zoo.tiny import model as tiny
@@ -34,24 +33,17 @@ def test_the_pole_nearer_to_upright_is_better(first: float, second: float, label
 
 
 def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: Any) -> None:
-    asked: list[Question] = []
-
-    async def ask(question: Question) -> Answer:
-        asked.append(question)
-        return Answer("0")
-
-    class Keeps:
-        @contextlib.asynccontextmanager
-        async def open(self) -> Any:
-            yield ask
-
-    labeller = VLMLabeller(Keeps(), task_prompts("cartpole-tiny"), LabelsSection(steps=1, both_orders=False))
+    script = ScriptedEndpoint(lambda question: "0")
+    labeller = VLMLabeller(script, task_prompts("cartpole-tiny"), LabelsSection(steps=1, both_orders=False))
     asyncio.run(labeller.label([pair(3, -20)]))
     tokenizer = processor.tokenizer
     codec = ChatCodec(tokenizer, processor.chat_template, processor.image_token)
     lesson = comparison(3, -20)
     parts = [part if isinstance(part, str) else Image.fromarray(part) for part in lesson.parts]
-    taught, sent = codec.encode_prompt([Message("user", tuple(parts))]), codec.encode_prompt(asked[0].messages)
+    taught, sent = (
+        codec.encode_prompt([Message("user", tuple(parts))]),
+        codec.encode_prompt(script.questions[0].messages),
+    )
     assert taught.token_ids.tolist() == sent.token_ids.tolist()
     assert [image.sha256 for image in taught.images] == [image.sha256 for image in sent.images]
     example = encoder.encode_turn(lesson.parts, lesson.reply)

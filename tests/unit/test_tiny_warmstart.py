@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.families.qwen_fast import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
-from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.form_lesson import geometry_drawer
-from rl_vlm.zoo.shapes import environment
-from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
-from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, target_dialogue
+from rl_vlm.zoo.shapes.lesson import target_dialogue
 from rl_vlm.zoo.tiny import model as tiny
 
 
@@ -104,45 +99,3 @@ def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one() -> None:
             fast = gradients(examples)
         torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-4)
         assert torch.equal(gradients(examples), plain)
-
-
-@pytest.mark.slow
-def test_target_questions_are_answered_at_random() -> None:
-    rng = np.random.default_rng(3)
-    right = tried_again = 0
-    answers: Counter[str] = Counter()
-    for _ in range(4000):
-        dialogue = target_dialogue(rng)
-        first = dialogue[0]
-        given = parse_answer(first.reply) or parse_call(first.reply)
-        assert given in environment.NUMBERS
-        answers[f"{given}"] += 1
-        if "How many" in first.text:
-            painted = (first.parts[0] != drawing.BACKGROUND).any(-1)
-            count = sum(painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32))
-            right += given == str(count)
-            tried_again += len(dialogue) == 2
-            assert not (given == str(count) and len(dialogue) == 2)
-    asked = 4000 * 0.75
-    assert abs(right / asked - 0.25) < 0.03
-    assert abs(tried_again / (asked * 0.75) - SECOND_TURN_SHARE) < 0.05
-    for number, odds in zip(environment.NUMBERS, NUMBER_ODDS, strict=True):
-        assert abs(answers[number] / 4000 - odds) < 0.03
-
-
-@pytest.mark.slow
-def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:
-    geometry = geometry_drawer(0, np.random.default_rng(5))
-    turns: Counter[int] = Counter()
-    calls = right = 0
-    for _ in range(200):
-        exchanges = geometry()
-        turns[len(exchanges)] += 1
-        for number, exchange in enumerate(exchanges):
-            assert exchange.role == ("user" if number == 0 else "tool")
-            call = parse_tool_call(exchange.reply)
-            assert (call is None) == exchange.reply.startswith("Answer: \\boxed{")
-            calls += call is not None
-            right += "is right" in exchange.text
-    assert set(turns) == {1, 2, 3} and min(turns.values()) > 10
-    assert 0.05 < right / calls < 0.25

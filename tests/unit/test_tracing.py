@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import pickle
 import random
@@ -67,24 +66,6 @@ def test_another_process_goes_on_and_sends_its_spans_back() -> None:
     found = names(spans)
     assert found["group"].parent_id == found["sample"].span_id
     assert found["group"].service == "env_runner-0"
-
-
-def test_tasks_side_by_side_keep_their_own_spans() -> None:
-    async def group(number: int) -> None:
-        with tracing.span(f"group-{number}"):
-            await asyncio.sleep(0)
-            with tracing.span(f"request-{number}"):
-                await asyncio.sleep(0)
-
-    async def all_groups() -> list[Span]:
-        with tracing.trace("driver", "iteration") as spans:
-            await asyncio.gather(*(group(k) for k in range(5)))
-        return spans
-
-    found = names(asyncio.run(all_groups()))
-    for k in range(5):
-        assert found[f"request-{k}"].parent_id == found[f"group-{k}"].span_id
-        assert found[f"group-{k}"].parent_id == found["iteration"].span_id
 
 
 def example() -> list[Span]:

@@ -4,13 +4,9 @@ import importlib
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoProcessor
 
 from rl_vlm.config import parse_config
-from rl_vlm.models.loading import load_text_side
-from rl_vlm.types import Message, UserInputError
-from rl_vlm.zoo.shapes.environment import shapes_item
+from rl_vlm.types import UserInputError
 
 pytestmark = pytest.mark.slow
 
@@ -37,28 +33,6 @@ def module():
 @pytest.fixture(scope="module")
 def loop(module, tiny_folder):
     return module.TRLLoop(tiny_folder, run_config())
-
-
-def _text(text):
-    return {"type": "text", "text": text}
-
-
-def test_prompts_are_those_of_the_system(loop, tiny_folder):
-    text = load_text_side(tiny_folder)
-    items = [shapes_item("count", "train", index) for index in (0, 5)]
-    rows = [loop._row("train", index) for index in (0, 5)]
-    contents = [[{"type": "image", "image": row["image"]}, _text(row["prompt"][0]["content"])] for row in rows]
-    encoded = loop._processor.apply_chat_template(
-        [[{"role": "user", "content": content}] for content in contents],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True,
-    )  # fmt: skip
-    for item, ids in zip(items, encoded["input_ids"].tolist(), strict=True):
-        span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
-        assert ids == text.expand(span.token_ids, [item.image]).tolist()
-    decoded = AutoProcessor.from_pretrained(tiny_folder).image_processor(
-        images=[item.image.to_pil() for item in items], return_tensors="pt"
-    )
-    assert torch.equal(encoded["pixel_values"], decoded["pixel_values"])
 
 
 def test_steps_are_whole_and_follow_the_schedule_to_its_end(loop):

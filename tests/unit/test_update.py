@@ -25,10 +25,9 @@ from torch import Tensor
 
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.optimizer import lr_factor, make_optimizer
+from rl_vlm.learning.optimizer import lr_factor
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater
 
 # --- engine and learner
@@ -100,26 +99,6 @@ def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
         assert (stats["policy/ratio_max"] == 1.0) is (epoch == 0)
 
 
-def test_importance_weights_correct_from_the_engine_to_the_old_policy(loop: Loop) -> None:
-    """Behaviour log-probabilities that are off by log 1.5 scale the gradient by 1.5, and by the cap at most."""
-    batch = loop.batch(loop.sample(2), count=1)
-
-    def gradient(shift: float) -> Tensor:
-        for group in batch.minibatches[0].groups:
-            for trajectory in group:
-                trajectory.logprobs[trajectory.loss_mask] -= np.float32(shift)
-        loop.policy.model.zero_grad(set_to_none=True)
-        (packed,) = loop.updater.pack(batch)
-        for micro in packed:
-            loop.updater.loss(micro, UpdateStats()).backward()
-        return gradient_vector(loop.policy.parameters)
-
-    plain = gradient(0.0)
-    assert plain.abs().max() > 1e-3
-    assert torch.allclose(gradient(float(np.log(1.5))), 1.5 * plain, rtol=1e-3, atol=1e-5)
-    assert torch.allclose(gradient(3.0), 2.0 * plain, rtol=1e-3, atol=1e-5)
-
-
 # --- steps
 
 
@@ -186,22 +165,6 @@ def test_the_reference_of_the_kl_penalty_is_the_model_without_its_adapter(tiny_f
     assert abs(expected) > 1
     assert stats["policy/kl"] == pytest.approx(expected, rel=1e-4)
     assert float(loss.detach()) == pytest.approx(0.1 * 0.5 * expected, rel=1e-4)
-
-
-def test_the_entropy_bonus_raises_the_entropy(tiny_folder: Path) -> None:
-    settings = {"algorithm__entropy_coef": 5.0, "learner__lr": 5e-3}
-    run = run_config(tiny_folder, **settings)
-    policy = adapted_policy(tiny_folder, scale=0.3, **settings)
-    updater = PolicyUpdater(policy, run)
-    strategy = Strategy(policy, make_optimizer(policy, run))
-    (packed,) = updater.pack(fixed_batch(tiny_folder, 0.0))
-    entropies = []
-    for _ in range(5):
-        stats = UpdateStats()
-        updater.step(strategy, packed, 1.0, stats)
-        assert stats["policy/skipped_steps"] == 0
-        entropies.append(stats.metrics()["policy/entropy"])
-    assert np.all(np.diff(entropies) > 0)
 
 
 # --- gradient checkpointing
