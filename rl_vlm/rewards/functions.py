@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl_vlm.rewards.coordinates import BRACKETS, overlap
 from rl_vlm.rewards.math import is_equal
+from rl_vlm.rewards.text import usual_width
 from rl_vlm.rewards.truths import bare_truth
 from rl_vlm.safe_text import without_thoughts
 
@@ -21,9 +23,19 @@ RewardFunction = Callable[..., Any]
 MAX_CHARS = 2000  # of a completion's end, where its answer is
 _MOST = 1000  # characters that ANLS compares
 _SPACES = re.compile(r"\s+")
-_CHOICE = re.compile(r"\(?([A-Za-z])(?:[).:\s]|$)")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_BOX = re.compile(r"\[ *-?[\d.]+(?:[, ]+-?[\d.]+){3} *\]")
+_FULL_STOP = re.compile(r"(?<=[^. ]) ?\.$")
+# Fonts, spaces and dollar signs of TeX, emphasis and quotes around an option's letter.
+_MARKUP = re.compile(r"\\(?:(?:text|math|bold)[a-z]*|left|right|bf|rm)(?![a-z])|\\[()\[\],;!]|[{}$*`'\"]")
+_OPTION = re.compile(
+    r"\s*(?:option|choice)?\s*(?:[(\[<【]\s*([A-Z])\s*[)\]>】]|([A-Z])(?:[):]|[.,]?\s*$|\.?\s*\n|\.\s|\s+[-–—]\s))",
+    re.IGNORECASE,
+)
+# A second option behind the first makes no answer: letters alone, a letter in brackets or of a list, "or B" at the end.
+_SECOND = re.compile(
+    r"(?:\W*\b[A-Z]\b)+\W*\Z|.*(?:(?<!\w)[(\[][A-Ja-j][)\]]|(?<=[\w,;][ \n])[A-J][).:](?=\s)"
+    r"|(?:\b(?:or|and|maybe|not)\b|[/&|,;])\s*[A-J]\W*\Z)",
+    re.DOTALL,
+)
 _THINK_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 _SAME_BOX = 0.5  # IoU from which a box is found, as PASCAL VOC counts (Everingham et al. 2010, section 4.2)
 
@@ -45,13 +57,14 @@ def is_right(completion: Completion, accepted: Sequence[str]) -> bool:
     return any(
         _same_text(said, truth)
         or is_equal(said, truth)
-        or (_BOX.fullmatch(truth) and overlap(said, truth) >= _SAME_BOX)
+        or (BRACKETS.fullmatch(truth) and overlap(said, truth) >= _SAME_BOX)
         for truth in accepted
     )
 
 
 def exact(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 for the same text as an accepted answer; case, spaces and the full stop at the end do not count."""
+    """1 for the same text as an accepted answer; case, spaces, the width of letters and the full stop at the end do not
+    count."""
     return _best(completions, answer, lambda said, truth: float(_same_text(said, truth)))
 
 
@@ -61,13 +74,18 @@ def math(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> 
 
 
 def choice(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 for the letter of the right option: `B`, `(b)` and `B. a cat` are the same."""
+    """1 for the letter of the right option: `B`, `(b)`, `\\textbf{(B)}` and `B. a cat` are the same. Several options
+    are no answer."""
+    return _best(completions, answer, lambda said, truth: float(_option(said) == _option(truth) != ""))
 
-    def same(said: str, truth: str) -> float:
-        ours, theirs = (_CHOICE.match(text) for text in (said, truth))
-        return float(bool(ours and theirs and ours[1].lower() == theirs[1].lower()))
 
-    return _best(completions, answer, same)
+def _option(text: str) -> str:
+    """The letter of the option that a text names, or "": "A cat" and "A or B" name none."""
+    text = _MARKUP.sub("", usual_width(text).replace("\\ ", " ")).strip()
+    found = _OPTION.match(text)
+    if found is None or _SECOND.match(text, found.end()):
+        return ""
+    return (found[1] or found[2]).lower()
 
 
 def format_(completions: Sequence[Completion], pattern: str = _THINK_ANSWER, **_: Any) -> list[float]:
@@ -104,16 +122,6 @@ FUNCTIONS: dict[str, RewardFunction] = {
 }  # fmt: skip
 
 
-def overlap(said: str, truth: str) -> float:
-    """The IoU of the boxes that two texts end with; 0 where one has none."""
-    boxes = [[float(number) for number in _NUMBER.findall(text)[-4:]] for text in (said, truth)]
-    if not all(len(box) == 4 and box[0] < box[2] and box[1] < box[3] for box in boxes):
-        return 0.0
-    (a1, b1, a2, b2), (c1, d1, c2, d2) = boxes
-    shared = max(0.0, min(a2, c2) - max(a1, c1)) * max(0.0, min(b2, d2) - max(b1, d1))
-    return shared / ((a2 - a1) * (b2 - b1) + (c2 - c1) * (d2 - d1) - shared)
-
-
 def _best(completions: Sequence[Completion], answers: Sequence[Any], rate: Callable[[str, str], float]) -> list[float]:
     """For each completion the best rating against its accepted answers."""
     rewards = []
@@ -126,7 +134,7 @@ def _best(completions: Sequence[Completion], answers: Sequence[Any], rate: Calla
 
 
 def _plain(text: str) -> str:
-    return _SPACES.sub(" ", text).strip(" .").casefold()
+    return _FULL_STOP.sub("", _SPACES.sub(" ", usual_width(text)).strip()).casefold()
 
 
 def _same_text(said: str, truth: str) -> bool:

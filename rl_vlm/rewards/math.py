@@ -17,6 +17,7 @@ from functools import lru_cache
 from rl_vlm.rewards.algebra import why_not_evaluated
 from rl_vlm.rewards.boxes import extract_boxed
 from rl_vlm.rewards.exact import Monomial, parse_monomial
+from rl_vlm.rewards.names import are_rivals
 from rl_vlm.rewards.normalize import MAX_CHARS, AnswerTree, is_oversized, read_answer
 from rl_vlm.rewards.symbolic import CPU_S, WORKER, Reason
 from rl_vlm.rewards.truths import RANGE, WORD
@@ -97,8 +98,8 @@ def _same(given: AnswerTree, expected: AnswerTree, budget: _SymbolicBudget) -> R
         spellings = expected.items if expected.order == "any" and not expected.opening else ()
         same = [_same(given, spelling, budget) is Reason.CORRECT for spelling in spellings]
         return Reason.CORRECT if same and all(same) else Reason.WRONG
-    if len(given.name) == len(expected.name) == 1 and given.name != expected.name:
-        return Reason.WRONG  # x = 5 is not y = 5; longer names are only different ways to name one thing
+    if are_rivals(given.name, expected.name):
+        return Reason.WRONG
     return _same_items(given, expected, budget) if given.items else _same_leaf(given, expected, budget)
 
 

@@ -11,15 +11,13 @@ import unicodedata
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rl_vlm.rewards.names import GREEK, detach_name
 from rl_vlm.rewards.units import detach_unit
 
 MAX_CHARS = 1000  # longer texts are no answers and are left as they are
 MAX_NESTING = 20  # braces, brackets and parentheses inside each other
 
-# Every Greek letter is its command, every fraction of one character (⅓) two numbers.
-_GREEK = {
-    letter: rf"\{unicodedata.name(letter).rpartition(' ')[2].lower()} " for letter in "αβγδεζηθικλμνξοπρστυφχψω"
-} | {letter: rf"\{unicodedata.name(letter).rpartition(' ')[2].capitalize()} " for letter in "ΓΔΘΛΞΠΣΦΨΩ"}
+# Every fraction of one character (⅓) is two numbers.
 _FRACTIONS = {
     letter: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", letter).split("⁄"))
     for letter in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞↉"
@@ -27,7 +25,7 @@ _FRACTIONS = {
 _UNICODE = str.maketrans(
     {
         **dict.fromkeys("−–—‐‑－", "-"), **dict.fromkeys("\xa0\u2009\u202f\u200b\u3000", " "),
-        **dict.fromkeys("°º˚∘", r"^\circ "), **dict.fromkeys("≤⩽", r"\le "), **dict.fromkeys("≥⩾", r"\ge "), **_GREEK,
+        **dict.fromkeys("°º˚∘", r"^\circ "), **dict.fromkeys("≤⩽", r"\le "), **dict.fromkeys("≥⩾", r"\ge "), **GREEK,
         **_FRACTIONS, **dict.fromkeys("×·⋅", r"\cdot "), **dict.fromkeys("÷⁄∕", "/"), "∞": r"\infty ", "√": r"\sqrt ",
         "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∠": r"\angle ",
         "∪": r"\cup ", "∩": r"\cap ", **dict(zip("％＝，．（）", "%=,.()", strict=True)),
@@ -42,7 +40,9 @@ _RAISED_RUN, _LOWERED_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED
 _EMPHASIS = re.compile(r"(?s)(\*{1,3}|_{1,2}|`+)(?!\1)(.+)(?<![*_`])\1")
 _END = r"(?![A-Za-z])"
 _FUNCTIONS = "sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|ln|log|exp"
+_CIRCLE = rf"\\(?:circ|(?:text)?degrees?){_END}"
 _TEXT = r"\\(?:text(?:bf|it|rm|normal|sf|tt|sl|sc|up|md)?|emph|mathrm|[mh]box)"
+_O = rf"(?:{_TEXT} ?\{{ ?o ?\}}|o{_END})"
 # Spellings of textbooks and models, replaced in this order, in text whose whitespace is single spaces.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
@@ -55,7 +55,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|displaystyle|textstyle|limits){_END}", " "),
         (rf"\\(?:m?left|m?right|[bB]igg?[lrm]?){_END} ?", ""),
         (r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|underline|framebox) ?\{([^{}]*)\}", r"\1"),
-        (rf"\\[dtc]frac{_END}", r"\\frac"),
+        (rf"\\[dtc](frac|binom){_END}", r"\\\1"),
+        (r"\\root ?\{? ?([0-9A-Za-z]+) ?\}? ?\\of ?", r"\\sqrt[\1]"),
+        (r"\\pmatrix ?\{((?:[^{}]|\{[^{}]*\})*)\}", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+        (rf"\\cr{_END} ?", r"\\\\"),
         (r"\\(?:mathrm|operatorname\*?|text) ?\{ ?(\\[A-Za-z]+|[ei]) ?\}", r"\1 "),
         (rf"\\(?:mathrm|operatorname\*?) ?\{{ ?({_FUNCTIONS}) ?\}}", r"\\\1 "),
         (r"\*\*", "^"),
@@ -67,19 +70,24 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\lbrace{_END}", r"\\{"),
         (rf"\\rbrace{_END}", r"\\}"),
         (
-            rf"\^? ?\\(?:text)?degrees?{_END}|{_TEXT} ?\{{ ?\^ ?\\circ ?\}}|(?<=[0-9])\^ ?(?:\{{ ?o ?\}}|o{_END})|\^ "
-            rf"?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}",
+            rf"(?:\{{\}} ?)?(?:\^ ?)+(?:{_CIRCLE}|\{{[\^ ]*{_CIRCLE} ?\}})|{_TEXT} ?\{{[\^ ]*{_CIRCLE} ?\}}"
+            rf"|\\(?:text)?degrees?{_END}|(?<=[0-9}}])\^ ?(?:{_O}|\{{ ?{_O} ?\}})"
+            rf"|(?<=[0-9]) ?\\circ{_END}(?! ?[^ .,)\]])",
             r"^\\circ ",
         ),
         (rf",?(?:{_TEXT} ?\{{ ?(?:and|or) ?\}}| (?:and|or) )", ","),
         (rf"{_TEXT} ?\{{", r"\\text{"),
         (rf"(?<![A-Za-z\\])(sqrt|pi|{_FUNCTIONS}|theta){_END}", r"\\\1"),
         # TeX takes the next token as the argument: \frac12, \sqrt2. After ^ the whole number is meant.
-        (r"\\frac ?([0-9A-Za-z]) ?([0-9A-Za-z])", r"\\frac{\1}{\2}"),
-        (r"\\frac ?([0-9A-Za-z]) ?\{", r"\\frac{\1}{"),
-        (r"\\frac ?(\{[^{}]*\}) ?([0-9A-Za-z])", r"\\frac\1{\2}"),
+        (r"\\(frac|binom) ?([0-9A-Za-z]) ?([0-9A-Za-z])", r"\\\1{\2}{\3}"),
+        (r"\\(frac|binom) ?([0-9A-Za-z]) ?\{", r"\\\1{\2}{"),
+        (r"\\(frac|binom) ?(\{[^{}]*\}) ?([0-9A-Za-z])", r"\\\1\2{\3}"),
         (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\sqrt(\[[0-9]+\])? ?([0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z])", r"\\sqrt\1{\2}"),
+        (
+            r"\\sqrt(\[[0-9A-Za-z]+\])? ?([1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9]|[^(\[]*[)\]])(?:\.[0-9]+)?"
+            r"|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z])",
+            r"\\sqrt\1{\2}",
+        ),
         (r"\^ ?\(([^()]*)\)", r"^{\1}"),
         (r"\^ ?(-?[0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"^{\1}"),
         (r"_ ?([0-9A-Za-z])", r"_{\1}"),
@@ -91,17 +99,17 @@ _TRIGONOMETRY = re.compile(rf"\\(?:sin|cos|tan|sec|csc|cot){_END}")
 _DEGREES_INSIDE = re.compile(r"([0-9.]+) ?\^\\circ ?")
 _SPACES = re.compile(r"(\\[A-Za-z]+) (?=[A-Za-z])|([0-9.]) (?=[0-9.])| ")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_TUPLE = re.compile(r"\(|(?<!\\sqrt)\[|\\\{")
 _BRACKETS = re.compile(r"\\\\|\\[{}]|[(){}\[\],;]")
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
-_NAME = re.compile(
-    r"(?!.*\bnot\b)(?:\\angle ?[0-9]{1,2}"
-    r"|\\(?:angle|measuredangle|triangle|overline|overarc|widehat|hat|bar|tilde|vec|text|Delta|alpha|beta|gamma|theta)"
-    r"(?![A-Za-z])|[A-Za-z]|_\{(?:\\(?:angle|triangle|text|square))?[0-9A-Za-z, {}]{1,20}\}|\{[A-Za-z .]{1,40}\}|'| "
-    r"|\|(?:\\overline\{|\\vec\{)?[A-Z]{2}\}?\|"
-    r"|\((?:[A-Za-z]|[0-9]{1,2})(?:, ?[A-Za-z])*\)){1,60}"
-)
 _WHOLE_TEXT = re.compile(r"\\text\{(?P<content>[^{}]*)\}(?P<power>\^\{[23]\})?")
 _COUNTED = re.compile(r"(?P<number>-?[0-9][0-9.,/]*) (?P<thing>[A-Za-z]{2}[A-Za-z ./]*)")
+# {3 \\over 4} and {5 \\choose 2} of plain TeX, whose parts reach to the ends of their group.
+_INNER = r"(?:[^][(){}]|[({[](?:[^][(){}]|[({[][^][(){}]*[])}])*[])}])*"
+_PART = rf"(?:(?!\\(?:over|choose){_END})[^][(){{}},;=<>]|[({{[]{_INNER}[])}}])*+"
+_INFIX = re.compile(rf"({_PART})\\(over|choose){_END}({_PART})(?!\\)")
+# 2{\frac{1}{3}} is a mixed number, and 2\binom{5}{2} none, which the parser takes for one.
+_MIXED, _FACTOR = re.compile(r"(?<=[0-9])\{(\\frac\{[0-9]+\}\{[0-9]+\})\}"), re.compile(r"(?<=[0-9])(\{?\\binom)")
 # 2/3\pi, 1/2\sqrt{3}, 2/3x: not after a function, as in \sin2/3x, nor before a mixed number or an exponent of ten.
 _QUOTIENT_BEFORE_FACTOR = re.compile(
     r"(?:(?<![0-9.A-Za-z/}])|(?<=\\cdot))([0-9]+(?:\.[0-9]+)?)/([0-9]+(?:\.[0-9]+)?)"
@@ -165,7 +173,11 @@ def read_answer(text: str) -> AnswerTree:
     if _TRIGONOMETRY.search(text):  # elsewhere the degree sign is a unit; here it changes the value
         text = _DEGREES_INSIDE.sub(r"(\\frac{\1\\pi }{180})", text)
     text = text.strip(" .,;:")
-    if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a point, 1,234 is a number
+    while ("\\over" in text or "\\choose" in text) and (infix := _INFIX.search(text)):
+        prefix = f"\\{'frac' if infix[2] == 'over' else 'binom'}{{{infix[1].strip()}}}{{{infix[3].strip()}}}"
+        text = text[: infix.start()] + prefix + text[infix.end() :]
+    text = _FACTOR.sub(r"\\cdot\1", _MIXED.sub(r"\1", text))
+    if not _TUPLE.search(text):  # (1,234) is a point, 1,234 is a number
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     answer = _read_list(text)
     names = {item.name for item in answer.items}
@@ -179,7 +191,7 @@ def _read_list(text: str) -> AnswerTree:
 
 
 def _read_item(text: str) -> AnswerTree:
-    text, name, equation = _detach_name(_without_text(text.strip(" .;:")))
+    text, name, equation = detach_name(_without_text(text.strip(" .;:")))
     measured = detach_unit(_without_text(text))
     body = _without_text(measured.text.strip())
     opening = closing = ""
@@ -219,27 +231,6 @@ def _without_text(text: str) -> str:
     if not whole["power"] and (counted := _COUNTED.fullmatch(content)):
         return f"{counted['number']}\\text{{ {counted['thing']}}}"
     return content + (whole["power"] or "")
-
-
-def _detach_name(text: str) -> tuple[str, str, str]:
-    r"""(value, name, equation) of `x = 5`, `AB = 5`, `x \in {1, 2}`, `A = \pi r^2 = 9\pi`, `x \approx 5.7`."""
-    exact, approximately, decimal = text.partition("\\approx")
-    if approximately:  # "4\sqrt{2} \approx 5.66" answers 4\sqrt{2}; "x \approx 5.66" answers 5.66
-        text = f"{exact}={decimal}" if not exact.strip() or _is_name(exact) else exact
-    left, equals, right = text.partition("=")
-    if equals and _is_name(right) and not _is_name(left):  # 5 = x
-        return left.strip(), right.strip(), text
-    for separator in ("=", "\\in"):
-        name, found, _ = text.partition(separator)
-        value = text.rpartition("=")[2] if separator == "=" else text[len(name) + len(separator) :]
-        # \infty begins like \in
-        if found and not (separator == "\\in" and value[:1].isalpha()) and (not name.strip() or _is_name(name)):
-            return value.strip(), name.strip(), text if name.strip() else ""
-    return text.strip(), "", ""
-
-
-def _is_name(text: str) -> bool:
-    return len(text) <= 100 and _NAME.fullmatch(text) is not None
 
 
 def _split(text: str) -> list[str]:

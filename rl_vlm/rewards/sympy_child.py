@@ -21,8 +21,9 @@ from sympy.core.relational import Eq, Ge, Gt, Le, Lt, Relational
 
 DIGITS = 60  # of the numeric comparison
 TOLERANCE = sympy.Float("1e-45", DIGITS)
-# Values of the variables in numeric comparisons: of both signs, above and below 1.
-POINTS = ("0.3719", "2.6131", "-1.8137", "-0.4391", "7.2917")
+# Sizes of the variables in numeric comparisons, and how many points of both signs these make.
+SIZES = ("0.3719", "2.6131", "1.8137", "0.4391", "7.2917", "63.1723", "153.719")
+POINTS = 32
 _DECIMAL = re.compile(r"(\d+)\.(\d*)|\.(\d+)")
 _CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
 _FLIPPED = {Eq: Eq, Gt: Lt, Lt: Gt, Ge: Le, Le: Ge}
@@ -79,7 +80,8 @@ def compare(answer: str, truth: str) -> bool:
 def _is_zero(difference: sympy.Expr) -> bool:
     r"""Also where it is so for positive values alone: `\sqrt{1/n}` is `1/\sqrt{n}` wherever both are real."""
     positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in difference.free_symbols}
-    return bool(sympy.simplify(difference) == 0 or sympy.simplify(difference.xreplace(positive)) == 0)
+    forms = difference, difference.xreplace(positive), sympy.powsimp(difference, force=True)
+    return any(sympy.simplify(form) == 0 for form in forms)
 
 
 def _verify(expected: Any, given: Any) -> bool:
@@ -110,13 +112,18 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """False where the two have different values somewhere; True where they agree or have no (real) value."""
+    """False where the two have different values somewhere; True where they agree or one has no (real) value, as the
+    right side of `\\sqrt{xy} = \\sqrt{x}\\sqrt{y}` for negative x."""
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
-    for shift in range(len(POINTS) if symbols else 1):
+    partial = [part for side in (left, right) for part in sympy.preorder_traversal(side) if _is_partial(part)]
+    for number in range(POINTS if symbols else 1):
         point = {
-            symbol: sympy.Rational(POINTS[(shift + index) % len(POINTS)]) + sympy.Rational(index, 7)
+            symbol: (-1) ** (number >> index % 5)
+            * (sympy.Rational(SIZES[(number + index) % len(SIZES)]) + sympy.Rational(index, 7))
             for index, symbol in enumerate(symbols)
         }
+        if symbols and not all(part.evalf(subs=point).is_real for part in partial):
+            continue
         first, second = (side.subs(point).evalf(DIGITS) for side in (left, right))
         if not (_is_finite(first) and _is_finite(second)):
             continue
@@ -125,6 +132,11 @@ def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
         if sympy.Abs(first - second) > TOLERANCE * sympy.Max(sympy.Abs(first), sympy.Abs(second), TOLERANCE):
             return False
     return True
+
+
+def _is_partial(part: sympy.Basic) -> bool:
+    """Whether an expression has real values for a part of the real numbers only, as roots and logarithms."""
+    return isinstance(part, sympy.Function) or bool(part.is_Pow and not part.exp.is_integer)
 
 
 def _is_finite(value: sympy.Expr) -> bool:

@@ -29,6 +29,15 @@ class ReadAnswer(NamedTuple):
     reason: str = ""
 
 
+def usual_width(text: str) -> str:
+    """Composed characters of the usual width: `５` is 5. Not all of NFKC, for which 5² is 52."""
+    if text.isascii():
+        return text
+    widths = ("<wide>", "<narrow>")  # as in Chinese and Japanese text
+    usual = [unicodedata.normalize("NFKC", c) if unicodedata.decomposition(c).startswith(widths) else c for c in text]
+    return unicodedata.normalize("NFC", "".join(usual))
+
+
 def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
     """The text without its thoughts, and the reason not to grade it: one of `why_not_graded`, "too_long", or ""."""
     said = without_thoughts(text)

@@ -10,7 +10,9 @@ from rl_vlm.rewards.exact import parse_monomial
 from rl_vlm.rewards.normalize import is_oversized, read_answer
 
 # How data sets wrap a truth: marked as the answer at the end of a solution, or in marks of text or of a list.
-_TRUTH_TAG = re.compile(r"(?i)(?:<\|?(?:answer|begin_of_box)\|?>|\[answer\])([^<>]*?)(?=<|\[/answer\]|\Z)")
+_TRUTH_TAG = re.compile(
+    r"(?is)(?:<\|?(?:answer|begin_of_box)\|?>|\[answer\])(.*?)(?=<(?:/|answer|\|(?!box|obj))|\[/answer\]|\Z)"
+)
 _TRUTH_MARK = re.compile(
     r"####|\\text\{\s*answer\s*:\s*\}|\b(?:answer|ans|solution|result|option|choice)(?:\*\*)?(?: is)?\s*"
     r"(?:[-=]>|[:：=→])|\banswer is\b|\bans\.|\bans(?:wer)?\b(?=\s*[-+.$\\\d])|答案?(?:\s*[:：]|[为是])|"

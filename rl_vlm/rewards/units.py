@@ -15,7 +15,7 @@ _NAMES = {
     "yd": "yd yds yard yards",
     "mi": "mi mile miles",
     "unit": "unit units",
-    "degree": "deg degs degree degrees",
+    "degree": "deg degs degree degrees Degree Degrees",
     "rad": "rad rads radian radians",
     "g": "g gram grams",
     "kg": "kg kilogram kilograms",

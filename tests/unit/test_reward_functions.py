@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
+from tables import table
 from task_support import episode
 
 from rl_vlm.config import RewardFunction, RewardSection, parse_config
@@ -145,6 +146,22 @@ def test_built_in_functions_equal_values_by_hand(name: str, text: str, answer: A
     assert FUNCTIONS[name]([text, [{"role": "assistant", "content": text}]], answer=[answer] * 2) == pytest.approx(
         [reward] * 2
     )
+
+
+TABLE = table("reward_functions")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name in TABLE for kind in {**TABLE[name]["1"], **TABLE[name]["0"]}]
+)
+def test_answers_as_models_give_them_are_worth_what_they_say(name: str, kind: str) -> None:
+    """Also in `<answer>` tags. A box is compared with the same one."""
+    box = [10, 20, 30, 40]
+    pairs = [(pair, worth) for worth in "10" for pair in TABLE[name][worth].get(kind, ())]
+    asked = [((pair, box) if isinstance(pair, str) else tuple(pair), float(worth)) for pair, worth in pairs]
+    for form in ("{}", "<answer>{}</answer>"):
+        found = {said: FUNCTIONS[name]([form.format(said)], answer=[truth])[0] for (said, truth), _ in asked}
+        assert found == {said: worth for (said, _), worth in asked}
 
 
 def test_anls_counts_edits_as_a_slow_recursion_does() -> None:

@@ -1,0 +1,59 @@
+"""Boxes in an image as models write them: four numbers in brackets, two points, named corners, or four bare numbers."""
+
+from __future__ import annotations
+
+import re
+
+from rl_vlm.rewards.text import usual_width
+
+Box = tuple[float, float, float, float]  # x1, y1, x2, y2
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NEXT = rf"(?:px)?[\s,;]+{_NUMBER}"
+# Exactly four numbers, and two of a point.
+BRACKETS = re.compile(rf"[\[(]\s*({_NUMBER}(?:{_NEXT}){{3}})(?:px)?\s*[\])]")
+_POINT = re.compile(rf"[\[(]\s*({_NUMBER}{_NEXT})(?:px)?\s*[\])]")
+_NAMED = re.compile(rf"""(?<![A-Za-z])([A-Za-z_]+\d?)["']?\s*[:=]\s*({_NUMBER})(?![\w.])""")
+_BARE = re.compile(rf"(?<![\w.]){_NUMBER}(?:{_NEXT})*(?![\w.])")
+_CORNERS = ("x0 y0 x1 y1", "x1 y1 x2 y2", "xmin ymin xmax ymax", "left top right bottom")
+_SIZES = ("x y w h", "x y width height")
+_MOST = 1e9  # a coordinate beyond it is none
+
+
+def box_of(text: str) -> Box | None:
+    """The last box that a text holds in the first of these forms that it has; None without one, or where x2 <= x1."""
+    numbers = _numbers_of(usual_width(text))
+    if len(numbers) != 4 or not all(abs(number) < _MOST for number in numbers):
+        return None
+    x1, y1, x2, y2 = numbers
+    return (x1, y1, x2, y2) if x1 < x2 and y1 < y2 else None
+
+
+def _numbers_of(text: str) -> list[float]:
+    if four := BRACKETS.findall(text):
+        return _numbers(four[-1])
+    if len(points := _POINT.findall(text)) > 1:
+        return _numbers(" ".join(points[-2:]))
+    named = {name.lower().replace("_", ""): float(number) for name, number in _NAMED.findall(text)}
+    for names in map(str.split, _CORNERS):
+        if named.keys() >= set(names):
+            return [named[name] for name in names]
+    for names in map(str.split, _SIZES):
+        if named.keys() >= set(names):
+            x, y, width, height = (named[name] for name in names)
+            return [x, y, x + width, y + height]
+    return next((found for run in reversed(_BARE.findall(text)) if len(found := _numbers(run)) == 4), [])
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(_NUMBER, text)]
+
+
+def overlap(said: str, truth: str) -> float:
+    """Intersection over union of the boxes of two texts; 0 where one has none."""
+    ours, theirs = box_of(said), box_of(truth)
+    if ours is None or theirs is None:
+        return 0.0
+    (a1, b1, a2, b2), (c1, d1, c2, d2) = ours, theirs
+    shared = max(0.0, min(a2, c2) - max(a1, c1)) * max(0.0, min(b2, d2) - max(b1, d1))
+    return shared / ((a2 - a1) * (b2 - b1) + (c2 - c1) * (d2 - d1) - shared)
