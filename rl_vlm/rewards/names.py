@@ -7,7 +7,7 @@ import unicodedata
 
 
 def _command(letter: str) -> str:
-    name = unicodedata.name(letter).rpartition(" ")[2].lower().replace("lamda", "lambda")  # as Unicode spells it
+    name = unicodedata.name(letter).rpartition(" ")[2].lower().replace("amda", "ambda")  # Unicode leaves out the b
     return rf"\{name.capitalize() if letter.isupper() else name} "
 
 
