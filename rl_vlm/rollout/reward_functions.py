@@ -1,20 +1,23 @@
 """Reward functions as TRL calls them: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 
 Each function gets a whole group at once and, of what is there, the arguments that its signature takes. The columns are
-the cells of the data's row (`info["columns"]` of QA-v0) and the numbers and texts of the environment's info. Where the
-prompt is a list of messages, so are the completions; otherwise both are texts.
+the cells of the data's row (`info["columns"]` of QA-v0) and the numbers and texts of the environment's info. Images are
+PIL, as the policy saw them. Where the prompt is a list of messages, so are the completions; otherwise both are texts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from rl_vlm.config import RewardFunction
 from rl_vlm.envs.errors import describe_error
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
     from rl_vlm.rollout.reward_parts import AnsweredGroup
 
 # What every function may take beside the columns.
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "images", "image",
+)  # fmt: skip
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # One call after the other, as TRL makes them, and beside the loop, which samples other groups meanwhile.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="reward")
@@ -60,7 +65,7 @@ def _named(function: str) -> Callable[..., Any]:
 
 def check_function(one: RewardFunction, info: Mapping[str, Any]) -> None:
     """Raise UserInputError for a function that needs an argument that neither the data's row nor `kwargs` gives."""
-    known = {*ARGUMENTS, *columns_of(info), *one.kwargs}
+    known = {*ARGUMENTS, *columns_of(info), *info.get("image_columns", ()), *one.kwargs}
     for name, parameter in inspect.signature(load_function(one)).parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
         if needed and name not in known:
@@ -72,9 +77,29 @@ def check_function(one: RewardFunction, info: Mapping[str, Any]) -> None:
 
 def columns_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """What an episode's info offers to reward functions, by name."""
-    rest = {name: value for name, value in info.items() if name not in ("columns", "prompt")}
+    rest = {name: value for name, value in info.items() if name not in ("columns", "image_columns", "prompt")}
     columns = info.get("columns")
     return rest | (columns if isinstance(columns, dict) else {})
+
+
+def _images_of(members: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """The images of each episode as `images`, its first as `image`, and those of the row under the columns' names.
+
+    Pillow decodes an image when a function looks at it; the completions of a group share it.
+    """
+    opened = {
+        image.sha256: Image.open(io.BytesIO(image.png), formats=("PNG",)) for one in members for image in one.images
+    }
+    images = [[opened[image.sha256] for image in one.images] for one in members]
+    named: dict[str, Any] = members[0].info.get("image_columns", {})
+    return {
+        "images": images,
+        "image": [shown[0] if shown else None for shown in images],
+        **{
+            name: [[shown[n] for n in place] if isinstance(place, list) else shown[place] for shown in images]
+            for name, place in named.items()
+        },
+    }
 
 
 async def call_function(
@@ -94,6 +119,7 @@ async def call_function(
             note[column] = value
 
     arguments: dict[str, Any] = {
+        **_images_of(members),
         **columns,
         **one.kwargs,
         "prompts": prompts,

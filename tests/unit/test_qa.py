@@ -120,6 +120,7 @@ def test_common_names_of_columns_are_known(question: str, answer: str, tmp_path:
     _, info = env.reset(options={"index": 0})
     assert (info["prompt"], info["truth"], info["columns"]["level"]) == ("Red?", "yes", 3)
     assert info["columns"].keys() >= {"question", "answer", answer} and "Image" not in info["columns"]
+    assert info["image_columns"] == {"Image": 0}
 
 
 def test_the_question_comes_with_images_where_its_marks_are_and_a_system_message(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_the_question_comes_with_images_where_its_marks_are_and_a_system_message
     (system, user), info = env.reset(options={"index": 0})[0].messages, env.reset(options={"index": 0})[1]
     kinds = [type(part).__name__ for part in user.parts]
     assert system.text == "Be brief." and kinds == ["str", "EncodedImage", "str", "EncodedImage", "str"]
-    assert info["truth"] == "true"
+    assert info["truth"] == "true" and info["image_columns"] == {"image": [0, 1]}
 
 
 def test_chat_messages_are_a_prompt_as_trl_has_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
+from PIL import Image
 from tables import table
 from task_support import episode
 
@@ -19,7 +21,7 @@ from rl_vlm.config.loading import save_config
 from rl_vlm.rewards.functions import FUNCTIONS, is_right
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.scoring import score_group, try_functions
-from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError
+from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup, UserInputError
 
 FILE = Path(__file__).parents[1] / "fixtures/plugins/trl_rewards.py"
 POLICY: Any = SimpleNamespace()
@@ -124,6 +126,35 @@ def test_all_turns_of_a_conversation_are_shown() -> None:
     settings = RewardSection(functions=(RewardFunction.of(look, "look"),))
     rewarded([episode("a", (0.0, 1.0), 1, prompt=CHAT)], settings, lambda ids: str(ids[0]))
     assert seen == [[[{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "3"}]]]
+
+
+def test_functions_see_images_under_the_names_of_their_columns(tmp_path: Path) -> None:
+    red, blue = (Image.new("RGB", (size, 9), colour) for size, colour in ((8, "red"), (16, "blue")))
+    shown = tuple(map(EncodedImage.from_pil, (red, blue)))
+    places = {"left": 0, "others": [1], "images": [0, 1]}
+    members = [
+        replace(episode(str(k), (0.0,), 1, prompt="Go", columns={"image": "a.png"}, image_columns=places), images=shown)
+        for k in range(2)
+    ]
+    seen: list[Any] = []
+
+    def named(completions: Any, images: Any, left: Any, others: Any, image: Any) -> list[float]:
+        seen.append((left, others, image))
+        return [float(one[1].getpixel((15, 8)) == (0, 0, 255)) for one in images]
+
+    def by_key(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(one[0].size == (8, 9) and isinstance(one[0], Image.Image)) for one in kwargs["images"]]
+
+    for function in (named, by_key):
+        settings = RewardSection(functions=(RewardFunction.of(function, "look"),))
+        assert list(rewarded(members, settings, lambda ids: "said").rewards) == [1.0, 1.0]
+        try_functions(settings, {"columns": {}, "image_columns": places})
+    (left, others, image) = seen[0]
+    assert left[1].size == (8, 9) and others[0][0].size == (16, 9) and image == ["a.png", "a.png"]  # a column wins
+    bare = replace(members[0], info={})  # of an environment that knows no columns
+    assert rewarded([bare], RewardSection(functions=(RewardFunction.of(by_key, "look"),)), lambda ids: "said").rewards[
+        0
+    ]
 
 
 # --- Built-in functions

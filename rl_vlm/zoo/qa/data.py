@@ -40,13 +40,15 @@ class QARow:
 
     prompt: the question as TRL gives it to reward functions, a text or chat messages with places for the images.
     accepted: the right answers; none where the data have none. columns: the row's other cells, as far as they are JSON,
-    for reward functions.
+    for reward functions. image_columns: for each column of images the places of its images among the row's, a list or
+    one number, as the cell is.
     """
 
     messages: tuple[Message, ...]
     prompt: str | list[dict[str, Any]]
     accepted: tuple[str, ...]
     columns: dict[str, Any]
+    image_columns: dict[str, list[int] | int]
     where: str
 
 
@@ -60,10 +62,19 @@ def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversati
         turns = read_turns(question if chat else [{"role": "user", "content": cell_text(question)}])
     said = turns.pop() if turns[-1][0] == "assistant" else None  # SFT's data: the last message is the answer
     check_order([role for role, _ in turns])
-    images = [cell for name in roles["image"] or () for cell in as_list(row.cells[name])]
+    images: list[Any] = []
+    image_columns: dict[str, list[int] | int] = {}
+    for name in roles["image"] or ():
+        cell, first = row.cells[name], len(images)
+        images += as_list(cell)
+        if cell is not None:
+            image_columns[name] = list(range(first, len(images))) if isinstance(cell, list) else first
     messages = with_images(turns, images, row.image)
-    if roles["image"] is None and not any(message.images for message in messages):
+    shown = sum(len(message.images) for message in messages)
+    if roles["image"] is None and not shown:
         raise _unknown("image", row)
+    if shown != len(images):  # others stand in the messages, in between
+        image_columns = {}
     answer = "".join(map(str, said[1])) if said else None
     if answer is None or roles["answer"]:
         answer = _only(row, "answer", roles["answer"])
@@ -79,7 +90,7 @@ def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversati
     if not plain_values({"columns": columns}):
         raise BadRowError("its cells beside the images have more than 65536 characters in all: leave some columns out.")
     prompt = _shown(turns) if chat or conversational else cell_text(question)
-    return QARow(tuple(messages), prompt, _accepted(answer), columns, row.where)
+    return QARow(tuple(messages), prompt, _accepted(answer), columns, image_columns, row.where)
 
 
 def _columns_of(part: str, row: Row, named: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -26,8 +26,9 @@ class QAEnv(EpisodeEnv):
     given messages where the data have plain texts, too. split_column: the column that says train or test. test_share:
     the share of rows that are the test split. image_size: longest side of an image in pixels at most.
 
-    `info` holds `answer` (what was said), `truth`, `correct`, `where` (file and row), `columns` (the row's cells) and
-    `prompt`; without answers in the data, no `truth` and no `correct`.
+    `info` holds `answer` (what was said), `truth`, `correct`, `where` (file and row), `columns` (the row's cells),
+    `image_columns` (which of its images each column holds) and `prompt`; without answers in the data, no `truth` and no
+    `correct`.
     """
 
     name = "QA-v0"
@@ -54,6 +55,7 @@ class QAEnv(EpisodeEnv):
             messages.insert(0, Message.of("system", self._system))
         example = self._example
         info: Info = {"where": example.where, "prompt": example.prompt, "columns": example.columns}
+        info["image_columns"] = example.image_columns
         if example.accepted:  # known from the start, because an answer that is cut off never gets a reply
             info |= {"correct": False, "truth": example.accepted[0], "reference": example.accepted[0]}
         return Observation(tuple(messages)), info
