@@ -33,11 +33,3 @@ def parquet_nulls(values: int = 200_000_000) -> bytes:
 def memo_bomb(place: int = 2**29) -> bytes:
     """A pickle of nine bytes that asks for a table of this many entries."""
     return pickle.PROTO + b"\x04" + pickle.NONE + pickle.LONG_BINPUT + struct.pack("<I", place) + pickle.STOP
-
-
-def label_cache(pairs: int = 2) -> bytes:
-    """A session as RL-VLM-F caches it."""
-    images = np.zeros((pairs, 8, 16, 3), np.uint8)
-    labels = np.ones((pairs, 1), np.int64)
-    states, rewards = np.zeros((pairs, 3, 5), np.float32), np.zeros((pairs, 3, 1), np.float32)
-    return pickle.dumps([images, labels, labels, states, states, rewards, rewards])

@@ -131,22 +131,6 @@ def test_silent_connections_make_room_for_requests(engine: TransformersEngine, t
                 sock.close()
 
 
-def test_a_connection_that_is_kept_alive_is_served_again(guarded: Server) -> None:
-    with httpx.Client(base_url=guarded.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S) as client:
-        for _ in range(5):
-            assert client.post("/generate", json=HI, timeout=60).status_code == 200
-            assert client.get("/health").status_code == 200
-
-
-def test_requests_sent_before_the_first_answer_are_all_answered(guarded: Server) -> None:
-    with connect(guarded, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 5) as sock:
-        received = b""
-        while received.count(b"HTTP/1.1 200 OK") < 5:
-            piece = sock.recv(10_000)
-            assert piece
-            received += piece
-
-
 @pytest.mark.parametrize(("given", "per_peer"), [(None, 48), (60, 60), (64, 64), (1000, 64)])
 def test_one_peer_may_have_all_connections_where_it_is_a_proxy(given: int | None, per_peer: int) -> None:
     section = HTTPSection(max_connections=64, max_connections_per_peer=given)

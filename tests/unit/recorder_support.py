@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 QUIET = PolicyConfig.model_validate({"logging": {"tensorboard": False, "trajectories_per_dump": 4}})
@@ -54,12 +53,6 @@ def trajectory(name: str, reward: float = 1.0, images: tuple[EncodedImage, ...] 
 
 def group(number: int, size: int = 3, **kwargs) -> TrajectoryGroup:
     return TrajectoryGroup(f"g{number}", number, [trajectory(f"g{number}/{place}", **kwargs) for place in range(size)])
-
-
-def record_of(*groups: TrajectoryGroup, advantage: float = 0.0) -> TokenRecord:
-    """Advantages alone, the same of every sampled token."""
-    trajectories = [one for group in groups for one in group.trajectories]
-    return TokenRecord({one.trajectory_id: np.full(one.num_sampled, advantage, np.float32) for one in trajectories})
 
 
 class Words:

@@ -56,8 +56,11 @@ def training(monkeypatch):
 @pytest.fixture
 def harness(monkeypatch):
     """Stand-ins for rl_vlm.runs.evaluate and rl_vlm.runs.play that return what they were given."""
+
+    def seen(run, **options):
+        return {"run": run.model_dump(mode="json"), **to_jsonable_python(options)}
+
     module = types.ModuleType("rl_vlm.runs.evaluate")
-    seen = lambda run, **options: {"run": run.model_dump(mode="json"), **to_jsonable_python(options)}  # noqa: E731
     module.evaluate_policy_run = seen
     episodes = types.ModuleType("rl_vlm.runs.play")
     episodes.rollout = seen

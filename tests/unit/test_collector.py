@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
 from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
@@ -168,9 +167,3 @@ def test_an_evaluation_that_hangs_ends_at_its_deadline(runners: dict[int, Runner
     with pytest.raises(CollectionError):
         sampler(runners).evaluate(None, [5, 6], 0, timeout_s=0)  # type: ignore[arg-type]
     assert [runner.killed for runner in runners.values()] == [0, 1]
-
-
-def test_an_environment_that_fails_in_an_evaluation_is_named(runners: dict[int, Runner]) -> None:
-    runners[1].failures = [RayTaskError("evaluate", "traceback", ValueError("the arm is stuck"))]
-    with pytest.raises(CollectionError):
-        sampler(runners).evaluate(None, [5, 6], 0, timeout_s=30)  # type: ignore[arg-type]

@@ -52,18 +52,6 @@ def lines(out):
 # Plain lines
 
 
-@pytest.mark.parametrize(
-    ("seconds", "last", "total", "printed"), [(0.1, 25, 25, [10, 20, 25]), (2.0, 9, 100, [3, 6, 9])]
-)
-def test_every_tenth_iteration_is_printed_or_one_in_five_seconds(seconds, last, total, printed):
-    display, clock, out = plain(total=total)
-    with display:
-        for iteration in range(1, last + 1):
-            clock.now += seconds
-            display.update(iteration, METRICS)
-    assert [line.split(" |")[0] for line in lines(out)] == [f"iteration {number}/{total}" for number in printed]
-
-
 def test_a_line_says_what_matters():
     display, clock, out = plain()
     with display:
