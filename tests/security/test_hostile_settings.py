@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from fuzzing import patient
+from http_support import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from image_corpus import encoded
@@ -144,13 +144,6 @@ def env_file(tmp_path):
     return str(path)
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def gone(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
@@ -163,7 +156,7 @@ def gone(pid):
 def test_a_process_in_a_session_of_its_own_ends_with_its_environment(how, env_file, tmp_path):
     pid_file = tmp_path / "pid"
     env = ProcessEnv(env_file, {"pid_file": str(pid_file)})
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
     pid = int(pid_file.read_text())
     assert not gone(pid)
     if how == "close":
@@ -171,7 +164,7 @@ def test_a_process_in_a_session_of_its_own_ends_with_its_environment(how, env_fi
     else:
         with pytest.raises(Exception, match="died"):
             env.step("x")
-    wait_for(lambda: gone(pid))
+    wait_until(lambda: gone(pid))
 
 
 @pytest.mark.slow
@@ -187,8 +180,8 @@ while not (pid.exists() and pid.read_text()):  # it would be gone before it has 
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", program], check=False)
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
-    wait_for(lambda: gone(int(pid_file.read_text())))
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    wait_until(lambda: gone(int(pid_file.read_text())))
 
 
 @pytest.mark.slow
