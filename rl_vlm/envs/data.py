@@ -1,8 +1,8 @@
 """Data sets with images: rows of files, image folders or the hub, read and checked when they are asked for.
 
-`open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file (parquet, JSON lines
-or CSV), `"owner/name"` a data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first
-hundred rows of any of them.
+`open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file (parquet, Arrow,
+JSON, CSV or TSV), `"owner/name"` a data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the
+first hundred rows of any of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rl_vlm.envs.images import BadImageError, check_header, decode, image_bytes
+from rl_vlm.envs.images import MAX_PATH, BadImageError, check_header, decode, image_bytes
 from rl_vlm.envs.rows import BadRowError, Rows, file_rows, hub_rows
 from rl_vlm.envs.sources import DataSource, local_files, reject_shared_rows, split_hint, split_slice, split_sources
 from rl_vlm.rewards.truths import bare_truth, is_bare
@@ -27,7 +27,7 @@ from rl_vlm.types import EncodedImage, Split, UserInputError
 
 logger = logging.getLogger(__name__)
 
-HUB_NAME = re.compile(r"(?!.*\.(?:parquet|jsonl|csv)$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"(?!.*\.(?:parquet|jsonl?|csv|tsv|arrow)(?:\.\w+)?$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SHOWN_FINDINGS = 3
 CACHED_ITEMS = 64  # decoded items kept per table: the copies of a group ask for the same one
 
@@ -126,11 +126,13 @@ class DataTable(Generic[Item]):
         numbers = itertools.count()
 
         def image(cell: Any) -> EncodedImage:
-            number = next(numbers)
+            number, name = next(numbers), ""
             try:
-                return use(image_bytes(cell, folder))
+                data = image_bytes(cell, folder)  # its errors name a path
+                name = f" ({cell})" if isinstance(cell, str) and len(cell) <= MAX_PATH else ""
+                return use(data)
             except BadImageError as error:
-                raise BadRowError(f"image {number} {error}.") from error
+                raise BadRowError(f"image {number}{name} {error}.") from error
 
         try:
             return self._schema.read(Row(cells, where, image))

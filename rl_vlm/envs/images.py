@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -38,7 +40,7 @@ _RESTARTS = range(0xD0, 0xD8)
 _END_OF_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD", "SUkq", "TU0A", "Qk")  # of PNG, JPEG, WEBP, GIF, TIFF (two), BMP
-_MAX_PATH = 100  # characters of a text that begins so and is a path; no image is shorter
+MAX_PATH = 100  # characters of a text that begins so and is a path; no image is shorter
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 T = TypeVar("T")
@@ -56,8 +58,8 @@ class BadImageError(UserInputError):
 def image_bytes(value: Any, folder: Path | None) -> bytes:
     """The encoded bytes of an image given as bytes, as {"bytes", "path"}, as a data URI, in base64 or as a path.
 
-    A path is relative to `folder` and may not leave it; without a folder it is rejected, as remote addresses always
-    are.
+    A path, also as a file: address, is relative to `folder` and may not leave it; without a folder it is rejected, as
+    remote addresses always are.
     """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -66,7 +68,7 @@ def image_bytes(value: Any, folder: Path | None) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
     elif isinstance(value, str):
-        if len(value) > _MAX_PATH and value.startswith(_BASE64):
+        if len(value) > MAX_PATH and value.startswith(_BASE64):
             value = f"data:;base64,{value}"
         data = _from_data_uri(value) if value[:5].lower() == "data:" else _from_path(value, folder)
     else:
@@ -210,22 +212,35 @@ def _from_data_uri(uri: str) -> bytes:
 
 
 def _from_path(path: str, folder: Path | None) -> bytes:
-    if "://" in path or path[:5].lower() == "file:":
-        raise BadImageError(f"is the address {path[:80]!r}: images are never fetched, put their bytes into the data")
-    if folder is None:
-        raise BadImageError(f"is the path {path[:80]!r}, but there is no folder that it could be relative to")
+    """The content of a file below `folder`. Names alone decide where it is, so that `..` cannot follow a link out; a
+    linked folder inside is the user's own choice."""
+    shown = f"is the path {path[:80]!r}"
     try:
-        root = folder.resolve()
-        file = (root / path).resolve()
-        if not file.is_relative_to(root):
-            raise BadImageError(f"is the path {path[:80]!r}, which leaves the folder {root}")
+        if path[:5].lower() == "file:":
+            parts = urlsplit(path)
+            path = unquote(f"{parts.netloc.removeprefix('localhost')}{parts.path}")
+        if "://" in path:
+            raise BadImageError(
+                f"is the address {path[:80]!r}: images are never fetched, put their bytes into the data"
+            )
+        if folder is None:
+            raise BadImageError(f"{shown}, but there is no folder that it could be relative to")
+        root, real = Path(os.path.abspath(folder)), folder.resolve()
+        if "\\" in path and not (root / path).exists():  # of Windows
+            path = path.replace("\\", "/")
+        file = Path(os.path.abspath(root / path))
+        if not (file.is_relative_to(root) or file.is_relative_to(real)):
+            raise BadImageError(f"{shown}, which leaves the folder {root}")
+        target = file.resolve()
         if not file.is_file():
-            raise BadImageError(f"is the path {path[:80]!r}, and there is no such file in {root}")
+            raise BadImageError(f"{shown}, and there is no such file in {root}")
+        if not any(target.is_relative_to(place) for place in (real, file.parent.resolve())):
+            raise BadImageError(f"{shown}, a link that leaves the folder {root}: copy the file, or link its folder")
         if file.stat().st_size > MAX_BYTES:
             raise BadImageError(f"has {file.stat().st_size} bytes, more than {MAX_BYTES}")
         return file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
-        raise BadImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
+        raise BadImageError(f"{shown}, which cannot be read ({one_line(error)})") from error
 
 
 def check_parts(data: bytes) -> list[int]:

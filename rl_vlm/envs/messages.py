@@ -13,6 +13,7 @@ from rl_vlm.types import EncodedImage, Message, Role
 ROLES: tuple[str, ...] = get_args(Role)
 OPEN, CLOSE = "<think>", "</think>"
 AFTER = f"\n{CLOSE}\n\n"  # a thought, between it and the answer
+_SHAREGPT: dict[Any, str] = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles under `from`
 _IMAGE_KEYS = ("image", "path", "url", "image_url", "bytes")
 
 
@@ -55,8 +56,10 @@ def with_images(
 def _turn(message: Any, number: int) -> tuple[Role, list[str | Picture]]:
     name = f"message {number}"
     if not isinstance(message, Mapping):
-        raise BadRowError(f"{name} is a {type(message).__name__} and not {{role, content}}.")
+        raise BadRowError(f"{name} is a {type(message).__name__} and not {{role, content}} or {{from, value}}.")
     role, content = message.get("role"), message.get("content")
+    if role is None and content is None and isinstance(message.get("from"), str):
+        role, content = _SHAREGPT.get(message["from"], message["from"]), message.get("value")
     if role not in ROLES:
         raise BadRowError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}.")
     if message.get("tool_calls"):

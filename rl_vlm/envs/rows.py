@@ -8,28 +8,39 @@ the hub only.
 from __future__ import annotations
 
 import bisect
-import csv
+import codecs
+import io
 import itertools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.parquet import FREE_BYTES, READ_ERRORS, TooLargeError, read_parquet
+from rl_vlm.envs.tables import (
+    COMPRESSED,
+    DELIMITERS,
+    arrow_batches,
+    check_kind,
+    image_classes,
+    suffix_of,
+    text_table,
+    unpacked,
+)
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
+_BETWEEN = re.compile(r"[\s,]*")  # of two entries
 
 
 class BadRowError(UserInputError):
@@ -111,94 +122,112 @@ def _value(cell: pa.Scalar) -> Any:
 
 
 def file_rows(files: Sequence[Path], columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
-    """The rows of parquet files, of which nothing but the end is read yet, or of one file or folder of another kind.
-    Raises UserInputError."""
+    """The rows of parquet or Arrow files, which are read when they are asked for, or of one file or folder of another
+    kind. Raises UserInputError."""
     path = files[0]
-    if path.suffix == ".jsonl":
-        rows = JsonLinesRows(path, (*(columns or ()), *optional))
+    if path.is_dir():
+        return _table_rows(path, path, image_classes(path), columns, optional)
+    for file in files:
+        check_kind(file)
+    if suffix_of(path) in DELIMITERS:
+        return _table_rows(path, path.parent, text_table(path), columns, optional)
+    if suffix_of(path) in (".jsonl", ".json"):
+        rows = JsonRows(path, (*(columns or ()), *optional))
         if len(rows):
             chosen_columns(rows.names, path, columns, optional)
         return rows
-    if path.is_dir() or path.suffix == ".csv":
-        table = image_classes(path) if path.is_dir() else _csv_table(path)
-        table = table.select(chosen_columns(table.column_names, path, columns, optional))
-        return Rows([Block(path, 0, len(table), lambda: table, path if path.is_dir() else path.parent)])
-    return Rows(block for file in files for block in _blocks(file, columns, optional))
+    read = _arrow_blocks if suffix_of(path) == ".arrow" else _parquet_blocks
+    return Rows(block for file in files for block in read(file, columns, optional))
 
 
-def _csv_table(path: Path) -> pa.Table:
-    """A .csv file with a line of names; all cells are texts."""
-    try:
-        if path.stat().st_size > FREE_BYTES:
-            raise UserInputError(f"{path} is larger than {FREE_BYTES >> 20} MiB: write it as parquet or JSON lines.")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            texts = dict.fromkeys(next(csv.reader(file), ()), pa.string())
-        return pa_csv.read_csv(
-            path,
-            parse_options=pa_csv.ParseOptions(newlines_in_values=True),
-            convert_options=pa_csv.ConvertOptions(column_types=texts),
-        )
-    except (csv.Error, *READ_ERRORS) as error:
-        raise UserInputError(f"{path} is not a readable CSV file ({one_line(error)}).") from error
+def _table_rows(
+    path: Path, folder: Path, table: pa.Table, columns: Sequence[str] | None, optional: Sequence[str]
+) -> Rows:
+    table = table.select(chosen_columns(table.column_names, path, columns, optional))
+    return Rows([Block(path, 0, len(table), lambda: table, folder)])
 
 
-def image_classes(folder: Path) -> pa.Table:
-    """The images of a folder whose subfolders are named by class: the columns `image` (a path) and `label`."""
-    files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
-    return pa.table(
-        {"image": [str(file.relative_to(folder)) for file in files], "label": [file.parent.name for file in files]}
-    )
+class JsonRows(Rows):
+    """The objects of a file, which is an array of them or has one in each line; empty lines are passed over. Only their
+    places are kept in memory, of a compressed file its content too.
 
-
-class JsonLinesRows(Rows):
-    """The lines of a .jsonl file; only their places are kept in memory. Empty lines are passed over.
-
-    A line that lacks one of `columns` has None there.
+    An object that lacks one of `columns` has None there.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
         self._path, self._columns = path, columns
-        self._places: list[tuple[int, int]] = []  # (line number from 1, offset)
+        self._content = unpacked(path) if path.suffix.lower() in COMPRESSED else None
         try:
-            with path.open("rb") as file:
-                offset = 0
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        self._places.append((number, offset))
-                    offset += len(line)
+            with self._open() as file:
+                is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+                file.seek(0)
+                self._unit, found = ("entry", self._entries()) if is_array else ("line", _lines(file))
+                self._places = list(found)  # (number, offset, bytes)
         except OSError as error:
             raise UserInputError(f"Cannot read {path}: {error.strerror or error}.") from error
+
+    def _open(self) -> BinaryIO:
+        return self._path.open("rb") if self._content is None else io.BytesIO(self._content)
+
+    def _entries(self) -> Iterator[tuple[int, int, int]]:
+        """Number, offset and bytes of each entry of an array."""
+        text = (self._content or unpacked(self._path)).decode("latin-1")  # characters are bytes
+        decode, place = json.JSONDecoder().raw_decode, text.index("[") + 1
+        try:
+            for number in itertools.count():
+                place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]  # which may be empty
+                if text[place] == "]" and not text[place + 1 :].strip():
+                    return
+                end = decode(text, place)[1]
+                yield number, place, end - place
+                place = end
+        except (ValueError, IndexError, RecursionError) as error:
+            raise UserInputError(
+                f"{self._path} is an array that is damaged at entry {number} ({one_line(error)})."
+            ) from error
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
     def names(self) -> list[str]:
-        """The columns of the first line."""
-        return list(self._line(0))
+        """The columns of the first object."""
+        return list(self._object(0))
 
     def row(self, index: int) -> dict[str, Any]:
-        return dict.fromkeys(self._columns) | self._line(index)
+        return dict.fromkeys(self._columns) | self._object(index)
 
-    def _line(self, index: int) -> dict[str, Any]:
+    def _object(self, index: int) -> dict[str, Any]:
+        _, offset, size = self._places[index]
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._places[index][1])
-                row = json.loads(file.readline())
+            with self._open() as file:
+                file.seek(offset)
+                row = json.loads(file.read(size))
         except (OSError, ValueError, RecursionError) as error:
-            raise BadRowError(f"{self.where(index)}: not JSON ({one_line(error)}).") from error
+            raise BadRowError(
+                f"{self.where(index)}: not JSON ({one_line(error)}); a file is an array of objects or has one a line."
+            ) from error
         if not isinstance(row, dict):
             raise BadRowError(f"{self.where(index)}: a {type(row).__name__} and not an object.")
         return row
 
     def where(self, index: int) -> str:
-        return f"{self._path}, line {self._places[index][0]}"
+        return f"{self._path}, {self._unit} {self._places[index][0]}"
 
     def folder(self, index: int) -> Path:
         return self._path.parent
 
 
-def _blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Number from 1, offset and bytes of each line that is not empty."""
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            yield number, offset, len(line)
+        offset += len(line)
+
+
+def _parquet_blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
     try:
         reader = pq.ParquetFile(file, page_checksum_verification=True)
     except READ_ERRORS as error:
@@ -215,6 +244,20 @@ def _blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) 
         count = reader.metadata.row_group(group).num_rows
         yield Block(file, first, count, partial(read, group), file.parent)
         first += count
+
+
+def _arrow_blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
+    first = 0
+
+    def checked(table: pa.Table) -> pa.Table:
+        table.validate(full=True)
+        return table
+
+    for batch in arrow_batches(file):
+        table = pa.Table.from_batches([batch])
+        table = table.select(chosen_columns(table.column_names, file, columns, optional))
+        yield Block(file, first, len(table), partial(checked, table), file.parent)
+        first += len(table)
 
 
 def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
@@ -248,6 +291,8 @@ def chosen_columns(
             f"Needed: {', '.join(columns)}."
         )
     chosen = [*columns, *(column for column in optional if column in found)]
+    if optional and not chosen:
+        raise UserInputError(f"{where} lacks the column {optional[0]}; it has {', '.join(found)}.")
     for column in chosen:
         if found.count(column) > 1:
             raise UserInputError(f"{where} has the column {column} more than once: keep one of them.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import filecmp
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rl_vlm.envs.rows import image_classes
+from rl_vlm.envs.tables import COMPRESSED, DELIMITERS, SUFFIXES, image_classes, suffix_of
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import Split, UserInputError
 
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
@@ -18,35 +20,52 @@ DataSource = str | Mapping[str, str]
 
 
 def local_files(path: Path, split: str) -> list[Path]:
-    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or its `data`, or
-    one file or folder of another kind (see `other_file`)."""
+    """`path` itself if it is a file; else what `datasets` saved there, `{split}.parquet` or the shards
+    `{split}-*.parquet` (or .arrow) in it or its `data`, or one file or folder of another kind."""
     if path.is_file():
         return [path]
-    for pattern in (f"{split}.parquet", f"{split}-*.parquet", f"data/{split}.parquet", f"data/{split}-*.parquet"):
-        if files := sorted(path.glob(pattern)):
+    saved = path / split if (path / "dataset_dict.json").is_file() else path
+    if (saved / "state.json").is_file():
+        return _saved_files(saved / "state.json")
+    for suffix, start in itertools.product((".parquet", ".arrow"), (split, f"data/{split}")):
+        if files := [*path.glob(f"{start}{suffix}"), *sorted(path.glob(f"{start}-*{suffix}"))]:
             return files
-    if (other := other_file(path, split)) is not None:
+    if (other := _other_file(path, split)) is not None:
         return [other]
-    found = sorted(path.glob("*.parquet")) + sorted(path.glob("data/*.parquet"))
+    places = (path, path / "data")
+    found = sorted(
+        file for place in places for file in place.glob("[!.]*.*") if suffix_of(file) in (*SUFFIXES, ".parquet")
+    )
     raise UserInputError(
-        f"{path} has neither {split}.parquet nor {split}-*.parquet, {split}.jsonl, {split}.csv or a folder {split} of "
-        f"images; it holds {', '.join(file.name for file in found[:8]) or 'no parquet file'}."
+        f"{path} has neither {split}.parquet nor {split}-*.parquet, {split}.jsonl, {split}.json, {split}.csv, "
+        f"{split}.tsv or a folder {split} of images; it holds "
+        f"{', '.join(file.name for file in found[:8]) or 'no file of rows'}."
         + (f" {split_hint(found[0], split)}" if found else "")
     )
 
 
-def other_file(folder: Path, split: str, suffixes: Sequence[str] = (".jsonl", ".csv")) -> Path | None:
-    """`{split}.jsonl`, `{split}.csv`, the metadata.jsonl or .csv of an image folder, or a folder of images by class.
+def _saved_files(state: Path) -> list[Path]:
+    """The files beside the state of a data set that `datasets.save_to_disk` wrote."""
+    try:
+        names = [Path(one["filename"]).name for one in json.loads(state.read_text())["_data_files"]]
+        return [(state.parent / name).resolve(strict=True) for name in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserInputError(f"{state} names no files of a saved data set here ({one_line(error)}).") from error
+
+
+def _other_file(folder: Path, split: str) -> Path | None:
+    """`{split}.jsonl` or of another kind, the metadata of an image folder, or a folder of images by class.
 
     What lies in `folder` itself, and not in a subfolder named by the split, is its train split.
     """
     own, beside = folder / split, [folder] if split == "train" else []
-    for suffix in suffixes:
-        for file in (folder / f"{split}{suffix}", *(place / f"metadata{suffix}" for place in (own, *beside))):
+    for suffix in (f"{kind}{packed}" for kind in (".jsonl", ".json", *DELIMITERS) for packed in ("", *COMPRESSED)):
+        metadata = [place / f"metadata{suffix}" for place in (own, *beside) if suffix != ".json"]
+        for file in (folder / f"{split}{suffix}", *metadata):
             if file.is_file():
                 return file
     by_class = [own] if own.is_dir() else beside
-    return next((one for one in by_class if ".csv" in suffixes and len(set(image_classes(one)["label"])) > 1), None)
+    return next((one for one in by_class if len(set(image_classes(one)["label"])) > 1), None)
 
 
 def split_slice(source: str) -> tuple[str, slice]:

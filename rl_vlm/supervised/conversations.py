@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from rl_vlm.chat import EncodedSpan
 from rl_vlm.envs.data import Row, Schema, as_list
-from rl_vlm.envs.messages import AFTER, CLOSE, OPEN, check_order, read_turns, with_images
+from rl_vlm.envs.messages import AFTER, CLOSE, OPEN, RawTurn, check_order, read_turns, with_images
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.learning.batching import count_images
 from rl_vlm.models.images import TextSide
@@ -20,36 +23,80 @@ TooLong = Literal["leave_out", "truncate"]
 _NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
 
 
+_IMAGES = ("images", "image", "file_names", "file_name")
+_TRAINED = ("weight", "loss", "loss_mask", "trainable", "train", "training")  # keys that say it by a truth value
+_ABOUT_LOSS = re.compile("weight|loss|mask|train|learn", re.IGNORECASE)
+_FLAG = TypeAdapter(bool)
+
+
 @dataclass(frozen=True, slots=True)
 class SFTConversation:
-    """Messages up to the last assistant turn. where: file and line. has_thoughts: a message had `reasoning_content`."""
+    """Messages up to the last one that is learned. where: file and line. has_thoughts: a message had
+    `reasoning_content`. excluded: numbers of the assistant's messages that are shown and not learned."""
 
     messages: list[Message]
     where: str
     has_thoughts: bool = False
+    excluded: frozenset[int] = frozenset()
 
 
 def read_conversation(row: Row) -> SFTConversation:
     """The conversation of a row, as docs/fine_tuning.md describes it. Raises BadRowError."""
-    messages = row.cells.get("messages")
+    cells = {name: cell for name, cell in row.cells.items() if cell is not None}
+    messages = cells.get("messages", cells.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise BadRowError("`messages` is missing, empty or not a list.")
-    if row.cells.get("tools") not in _NO_TOOLS:
+        raise BadRowError("`messages` is missing, empty or not a list: `rl-vlm sft-example` writes the form.")
+    if cells.get("tools") not in _NO_TOOLS:
         raise BadRowError("it has tools: describe them in the system message, as the model is to see them.")
-    column = row.cells.get("images", row.cells.get("file_names", row.cells.get("file_name")))
+    if _trained({name: cells[name] for name in _TRAINED if name in cells}, "the row") is False:
+        raise BadRowError("it is excluded as a whole, so there is nothing to learn: leave it out.")
     turns = read_turns(messages)
-    last = max((number for number, (role, _) in enumerate(turns) if role == "assistant"), default=-1)
-    if last < 0:
-        raise BadRowError("no message is the assistant's, so there is nothing to learn.")
-    check_order([role for role, _ in turns[: last + 1]])
+    said = [number for number, (role, _) in enumerate(turns) if role == "assistant"]
+    learned = _learned(messages, turns)
+    if not learned:
+        reason = "every message of the assistant is excluded" if said else "no message is the assistant's"
+        raise BadRowError(f"{reason}, so there is nothing to learn.")
+    count = learned[-1] + 1
+    check_order([role for role, _ in turns[:count]])
+    images = next((cells[name] for name in _IMAGES if name in cells), None)
     return SFTConversation(
-        with_images(turns, as_list(column), row.image)[: last + 1],
+        with_images(turns, as_list(images), row.image)[:count],
         row.where,
-        any(message.get("reasoning_content") for message in messages[: last + 1]),
+        any(message.get("reasoning_content") for message in messages[:count]),
+        frozenset(said).difference(learned),
     )
 
 
-CONVERSATIONS = Schema(read_conversation, ("messages",), ("images", "tools"))
+def _learned(messages: list[Any], turns: list[RawTurn]) -> list[int]:
+    """The numbers of the assistant's messages that the data do not exclude. Raises BadRowError."""
+    learned = []
+    for number, (message, (role, _)) in enumerate(zip(messages, turns, strict=True)):
+        trained = _trained(message, f"message {number}")
+        if trained and role != "assistant":
+            keys = ", ".join(key for key in message if key in _TRAINED)
+            raise BadRowError(f"message {number} is the {role}'s and has {keys}: only the assistant's are trained on.")
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if key := next((key for key, value in part.items() if value is not None and _ABOUT_LOSS.search(key)), None):
+                raise BadRowError(f"message {number} has a part with {key}: only a whole message can be excluded.")
+        if role == "assistant" and trained is not False:
+            learned.append(number)
+    return learned
+
+
+def _trained(content: Mapping[str, Any], name: str) -> bool | None:
+    """Whether the keys of a message say that it is trained on; None where they do not say. Raises BadRowError."""
+    said = {key: value for key, value in content.items() if value is not None and _ABOUT_LOSS.search(key)}
+    try:
+        flags = {_FLAG.validate_python(value) if key in _TRAINED else None for key, value in said.items()}
+    except ValidationError:
+        flags = {None}
+    if None in flags or len(flags) > 1:
+        keys = ", ".join(f"{key}: {str(value)[:40]}" for key, value in said.items())
+        raise BadRowError(f"{name} has {keys}, which cannot be followed: write weight: 0 to exclude it, or weight: 1.")
+    return next(iter(flags), None)
+
+
+CONVERSATIONS = Schema(read_conversation, (), ("messages", "conversations", "tools", *_IMAGES, *_TRAINED))
 
 
 def after_opened_thought(text: str) -> tuple[str, str]:
@@ -84,7 +131,7 @@ class ConversationEncoder:
         return trajectory
 
     def _spans(self, conversation: SFTConversation) -> list[tuple[EncodedSpan, bool]]:
-        """The conversation in order: what is given, and what the model says (True), by turns."""
+        """The conversation in order: what is given, and what the model learns to say (True), by turns."""
         codec = self._text.codec
         if conversation.has_thoughts and not codec.opens_thought:
             raise BadRowError(
@@ -93,8 +140,9 @@ class ConversationEncoder:
             )
         spans: list[tuple[EncodedSpan, bool]] = []
         try:
-            for said, group in groupby(conversation.messages, key=lambda message: message.role == "assistant"):
-                messages: list[Message] = list(group)
+            numbered = enumerate(conversation.messages)
+            for said, group in groupby(numbered, key=lambda pair: pair[1].role == "assistant"):
+                numbers, messages = zip(*group, strict=True)
                 if said:
                     given, reply = "", messages[0].text
                     if codec.opens_thought:
@@ -102,7 +150,7 @@ class ConversationEncoder:
                     if given:
                         spans.append((EncodedSpan(codec.encode_text(given), ()), False))
                     ids = np.append(codec.encode_text(reply), codec.end_of_turn_id).astype(np.int32)
-                    spans.append((EncodedSpan(ids, ()), True))
+                    spans.append((EncodedSpan(ids, ()), numbers[0] not in conversation.excluded))
                 elif spans:
                     spans.append((codec.encode_continuation(messages, ended=True), False))
                 else:

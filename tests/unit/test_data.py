@@ -3,6 +3,7 @@
 import ast
 import base64
 import decimal
+import gzip
 import io
 import struct
 import zlib
@@ -164,7 +165,7 @@ def test_truths_that_only_their_own_text_answers_are_counted(tmp_path, caplog):
         (["."], "there is no such file"),
         (["http://localhost/a.png"], "never fetched"),
         (["s3://bucket/a.png"], "never fetched"),
-        (["file:///etc/passwd"], "never fetched"),
+        (["file:///etc/passwd"], "leaves the folder"),
         (["data:image/png,abc"], "without ;base64"),
         (["data:image/png;base64,@@@"], "invalid base64"),
         ([], "1 <image> markers in the problem, 0 images"),
@@ -188,6 +189,35 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
     table = open_table(QUESTIONS, str(write(tmp_path / "set" / "train.parquet", [["a.png"]])), "train")
     with pytest.raises(BadRowError):
         table[0]
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int8(), pa.string())])
+def test_a_compressed_arrow_file_is_rejected_because_its_size_in_memory_is_not_known(tmp_path, compression, kind):
+    table = pa.table({name: pa.array(["a" * 9999] * 9, kind) for name in ("problem", "answer", "images")})
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    for make in (pa.ipc.new_stream, pa.ipc.new_file):
+        with make(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+            writer.write_table(table)
+        with pytest.raises(UserInputError, match="a compressed Arrow file"):
+            open_table(QUESTIONS, str(tmp_path / "a.arrow"), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.xlsx", b"PK\3\4", "a .xlsx file"),
+        ("a.json", b"PK\3\4", "a ZIP archive"),
+        ("a.json", b"[{}, {", "damaged at entry 1"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("a.jsonl.gz", gzip.compress(bytes(2**28 + 9), 1), "more than 256 MiB"),
+        ("a.arrow", b"ARROW1\0\0", "not a readable Arrow file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_for_what_it_is(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserInputError, match=message):
+        open_table(QUESTIONS, str(tmp_path / name), "train")
 
 
 def test_a_truncated_image_is_found_when_it_is_used(tmp_path):

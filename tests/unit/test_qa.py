@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,46 @@ def in_base64(folder: Path) -> str:
     return write_lines(folder / "own.jsonl", rows([base64.b64encode(item.image.png).decode() for item in ITEMS]))
 
 
+def json_array(folder: Path) -> str:
+    """With the paths that Windows writes."""
+    names = [rf"pictures\{name}" for name in png_files(folder / "pictures")]
+    (folder / "own.json").write_text(json.dumps(rows(names), indent=1, ensure_ascii=False))
+    return str(folder / "own.json")
+
+
+def addresses_compressed(folder: Path) -> str:
+    lines = rows([f"file://{folder}/pictures/{name}" for name in png_files(folder / "pictures")])
+    (folder / "own.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    return str(folder / "own.jsonl.gz")
+
+
+def tab_separated(folder: Path) -> str:
+    with (folder / "own.tsv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ("photo", "ask", "gold"), delimiter="\t")
+        writer.writeheader()
+        writer.writerows(rows([base64.b64encode(item.image.png).decode() for item in ITEMS]))
+    return str(folder / "own.tsv")
+
+
+def saved_arrow(folder: Path) -> str:
+    """As `datasets.save_to_disk` writes two shards."""
+    (folder / "own").mkdir()
+    parts = [rows([[item.image.png] for item in ITEMS])[start : start + 25] for start in (0, 25)]
+    for number, part in enumerate(map(pa.Table.from_pylist, parts)):
+        with pa.ipc.new_stream(str(folder / f"own/data-{number}.arrow"), part.schema) as writer:
+            writer.write_table(part, max_chunksize=7)
+    state = {"_data_files": [{"filename": f"data-{number}.arrow"} for number in (0, 1)]}
+    (folder / "own/state.json").write_text(json.dumps(state))
+    return str(folder / "own")
+
+
+def linked_pictures(folder: Path) -> str:
+    names = png_files(folder / "elsewhere")
+    (folder / "own").mkdir()
+    (folder / "own/pictures").symlink_to(folder / "elsewhere")
+    return write_lines(folder / "own/train.jsonl", rows([f"pictures/{name}" for name in names]))
+
+
 def image_folder(folder: Path) -> str:
     names = png_files(folder / "own")
     write_lines(folder / "own/metadata.jsonl", [{**row, "file_name": row.pop("photo")} for row in rows(names)])
@@ -80,11 +121,17 @@ def class_folders(folder: Path) -> str:
         place = folder / "own" / item.answer
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{index:02d}.png").write_bytes(item.image.png)
+        (place / f"._{index:02d}.png").write_bytes(b"AppleDouble")
+    for name in (".ipynb_checkpoints", "__MACOSX"):
+        (folder / "own" / name).mkdir()
+        (folder / "own" / name / "0.png").write_bytes(ITEMS[0].image.png)
     return str(folder / "own")
 
 
 FORMS = {
     "parquet": (parquet, OWN), "paths": (json_lines, OWN), "base64": (in_base64, OWN),
+    "JSON array": (json_array, OWN), "compressed, file:// addresses": (addresses_compressed, OWN),
+    "tab-separated": (tab_separated, OWN), "saved by datasets": (saved_arrow, OWN), "linked": (linked_pictures, OWN),
     "image folder": (image_folder, {"columns": {"question": "ask", "answer": "gold"}}),
     "image folder with CSV": (image_folder_csv, {"columns": {"question": "ask", "answer": "gold"}}),
     "folders named by class": (class_folders, {"question": "How many shapes?"}),

@@ -64,6 +64,10 @@ FORMS: dict[str, Any] = {
     "parts that name their images": row(
         [{"type": "image", "image": "red.png"}, HOW, {"type": "image_url", "image_url": {"url": BLUE}}, MANY]
     ),
+    "ShareGPT": {
+        "image": ["red.png", "blue.png"],
+        "conversations": [{"from": "human", "value": "<image>How<image> many?"}, {"from": "gpt", "value": "Two."}],
+    },
     "some named and some not": row([{"type": "image"}, HOW, {"type": "image", "path": "blue.png"}, MANY], ["red.png"]),
 }
 
@@ -75,6 +79,48 @@ def test_the_forms_of_a_message_say_the_same(form: str, tmp_path: Path) -> None:
     (found,) = open_conversations(str(write_lines(tmp_path / "a.jsonl", [FORMS[form]])), "train")
     assert shape(found) == [("user", ["RED", "How", "BLUE", " many?"]), ("assistant", ["Two."])]
     assert found.where == f"{tmp_path}/a.jsonl, line 1"
+
+
+def learned(tmp_path: Path, *said: dict[str, Any], **cells: Any) -> list[int]:
+    """Which of the assistant's messages are learned, where they have these keys."""
+    talk = [one for keys in said for one in (USER, {**REPLY, **keys})]
+    (found,) = open_conversations(str(write_lines(tmp_path / "a.jsonl", [{"messages": talk, **cells}])), "train")
+    return [number // 2 for number in range(1, len(found.messages), 2) if number not in found.excluded]
+
+
+def test_messages_that_the_data_exclude_are_shown_and_not_learned(tmp_path: Path) -> None:
+    for keys in (
+        {"weight": 0},
+        {"weight": 0.0},
+        {"loss": False},
+        {"loss": "false"},
+        {"loss_mask": "0"},
+        {"trainable": 0},
+    ):
+        assert learned(tmp_path, keys, {}) == [1]
+        assert learned(tmp_path, {}, keys) == [0]
+    assert learned(tmp_path, {"train": True, "weight": None}, {"train": 1}) == [0, 1]
+    for said, cells, message in (
+        (({"weight": 0}, {"loss": False}), {}, "every message of the assistant is excluded"),
+        (({"weight": 0.5}, {}), {}, "message 1 has weight: 0.5"),
+        (({}, {"loss_mask": [0, 1]}), {}, "message 3 has loss_mask"),
+        (({"loss_scale": 0}, {}), {}, "message 1 has loss_scale"),
+        (({"loss": True, "weight": 0}, {}), {}, "message 1 has loss: True, weight: 0"),
+        (({"content": [{"type": "text", "text": "2", "train": False}]}, {}), {}, "message 1 has a part with train"),
+        (({}, {}), {"weight": 0}, "it is excluded as a whole"),
+    ):
+        with pytest.raises(UserInputError, match=message):
+            learned(tmp_path, *said, **cells)
+
+
+def test_an_excluded_message_has_no_target(tiny_folder: Path, tmp_path: Path) -> None:
+    talk = [USER, REPLY | {"weight": 0}, USER, REPLY]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": talk}, {"messages": [USER, REPLY, USER, REPLY]}])
+    excluded, whole = (
+        job_data(tiny_folder, path).encoder.encode(one) for one in open_conversations(str(path), "train")
+    )
+    assert (excluded.token_ids == whole.token_ids).all()
+    assert 2 * excluded.loss_mask.sum() == whole.loss_mask.sum() and excluded.turns == whole.turns[1:]
 
 
 def test_parquet_image_folders_and_slices(tmp_path: Path) -> None:
@@ -157,7 +203,7 @@ def test_a_bad_row_gets_one_sentence_with_file_and_line(kind: str, tiny_folder: 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.jsonl", "Cannot read .*nowhere.jsonl: No such file"),
+        ("nowhere.jsonl", "no file or folder .*nowhere.jsonl"),
         ("a.jsonl@[5:]", "selects none of the 1 rows"),
         ("b.parquet", "lacks the column messages"),
     ],

@@ -23,7 +23,7 @@ Part = Literal["image", "question", "answer"]
 # How data sets name their columns, the most telling name first.
 NAMES: dict[str, tuple[str, ...]] = {
     "image": ("images", "image", "img", "picture", "photo", "image_path", "file_names", "file_name"),
-    "question": ("question", "prompt", "messages", "problem", "query", "instruction", "text"),
+    "question": ("question", "prompt", "messages", "conversations", "problem", "query", "instruction", "text"),
     "answer": ("answer", "answers", "ground_truth", "solution", "label", "target", "response", "output"),
 }
 _SPLITS: dict[str, Split] = {
