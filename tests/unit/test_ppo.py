@@ -259,18 +259,6 @@ def test_two_and_two_updates_equal_four_byte_for_byte(
     assert forgetful.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: str) -> None:
-    """Fixed trajectories, policy fixed: after some steps the values explain the returns."""
-    half = Half(ppo_run(tiny_folder, critic__kind=kind, critic__lr=1e-2, critic__clip=None), tiny_folder)
-    groups = make_groups(tiny_folder)
-    before = [p.detach().clone() for p in half.policy.parameters]
-    losses = [half.train(groups, learn_policy=False)["value/loss"] for _ in range(60)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(torch.equal(a, b) for a, b in zip(before, half.policy.parameters, strict=True))
-
-
 @pytest.mark.parametrize(("settings", "message"), table("refused_settings")["ppo"])
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):

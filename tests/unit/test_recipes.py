@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,24 +82,6 @@ def test_a_recipe_is_copied_and_nothing_is_overwritten(empty_folder: Path, capsy
     assert rl_vlm(["recipes", "copy", "quickstart", "none/mine.yaml"]) == 2
     assert rl_vlm(["recipes", "copy", "quikstart"]) == 2
     assert "did you mean quickstart?" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_project_is_made_and_its_tests_pass(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rl_vlm(["init", "my-dice.2"]) == 0
-    folder = empty_folder / "my-dice.2"
-    names = {path.name for path in folder.iterdir()}
-    assert names == {
-        ".gitignore", "AGENTS.md", "README.md", "config.yaml", "environment.py", "reward.py", "test_environment.py",
-    }  # fmt: skip
-    assert load_config(folder / "config.yaml").name == "my-dice.2"
-    assert not any("my-project" in path.read_text() for path in folder.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout
-    assert rl_vlm(["init", "my-dice.2"]) == 2
-    assert "exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a b", "x:", ".hidden", "né"])

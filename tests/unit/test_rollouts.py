@@ -154,14 +154,6 @@ def test_the_round_that_was_opened_ahead_asks_for_the_version_of_its_start() -> 
     assert {task.min_version for task in sampler.started[1]} == {7}
 
 
-def test_lost_groups_are_counted_and_do_not_come_again() -> None:
-    rollouts, sampler = rollouts_of(run_of())
-    sampler.lose = {"000000:00001"}
-    assert [g.group_id for g in rollouts.next_groups(0, 9)] == ["000000:00000", "000000:00002"]
-    assert rollouts.dropped == {"group_lost": 1}
-    assert rollouts.state()["tasks"]["open"] == []
-
-
 def test_what_was_under_way_comes_first_after_a_resume() -> None:
     run = run_of()
     rollouts, sampler = rollouts_of(run)

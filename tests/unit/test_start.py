@@ -49,21 +49,6 @@ def test_a_serve_that_another_run_is_starting_is_waited_for_and_not_for_ever(mon
 # --- Signals while a command starts: a sentence, the exit code, and the handlers of before
 
 
-SERVE_THAT_IMPORTS_FOR_LONG = """
-import sys, time
-
-class Slow:
-    def find_spec(self, name, *_):
-        if name == "rl_vlm.runs.serve":
-            print("importing", flush=True)
-            time.sleep(600)
-
-sys.meta_path.insert(0, Slow())
-from rl_vlm.cli.app import main
-main(["serve", "tiny"])
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_told_and_ends_with_its_code_and_not_outside(number: signal.Signals, capsys) -> None:
     before = signal.getsignal(number)
@@ -86,16 +71,6 @@ def test_the_code_is_the_signals_whatever_comes_of_its_exception() -> None:
     assert ended.value.code == 143
     with pytest.raises(ValueError, match="no signal"), leaving_on_signals():
         raise ValueError("no signal")
-
-
-@pytest.mark.slow
-def test_serve_ends_at_once_while_it_imports() -> None:
-    command = [sys.executable, "-c", SERVE_THAT_IMPORTS_FOR_LONG]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
-    assert (process.returncode, said) == (143, "Interrupted by SIGTERM: ending what was started.\n")
 
 
 # --- A command ends though an environment hangs in one of its threads, with its code and after its output
