@@ -20,6 +20,7 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.rollout.episodes import SampledTurn, request_turns
+from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 VERSIONS, TOKENS = (1, 2, 3, 4), 30
@@ -151,3 +152,26 @@ def test_a_group_is_as_old_as_its_newest_token() -> None:
 def test_it_is_refused_where_it_makes_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         parse_config({"rollout": {"in_flight_updates": "keep", **settings}})
+
+
+@pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
+@pytest.mark.parametrize("mode", [None, "keep", "recompute"])
+def test_the_switch_reaches_both_engines(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, engine: str, mode: str | None
+) -> None:
+    module = "transformers_engine" if engine == "TransformersEngine" else "vllm_engine"
+    vllm: Any = lambda model, config, in_flight: {"in_flight": in_flight, "max_loras": config.lora_slots}  # noqa: E731
+    made = vllm if engine == "VLLMEngine" else lambda model, **settings: settings
+    monkeypatch.setattr(f"rl_vlm.engines.{module}.{engine}", made)
+    settings: Any = build_engine(
+        tiny_folder,
+        parse_config(
+            {
+                "serving": {"engine": module.removesuffix("_engine")},
+                "rollout": {"max_policy_lag": 2, "in_flight_updates": mode},
+            }
+        ),
+    )
+    assert settings["in_flight"] == mode
+    if engine == "VLLMEngine":  # one slot, which is overwritten, or one for each version that may still be sampling
+        assert settings["max_loras"] == (1 if mode else 4)

@@ -142,6 +142,13 @@ def test_a_silent_learner_is_lost_at_the_deadline_and_a_dead_one_without_asking_
     assert waiting.asked == 1
 
 
+def test_answers_come_in_the_order_of_the_batches() -> None:
+    assert supervised(Learner(0, updates=["first"]), Learner(1, updates=["second"])).update(["a", "b"]) == [
+        "first",
+        "second",
+    ]
+
+
 def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     found = supervised(Learner(0, updates=["result"] * 9))
     update = UpdateBatch([], [False], {}, {}, [])

@@ -31,6 +31,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.plots.run_curve import draw_curve
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Message, TrajectoryGroup
 
@@ -116,6 +117,17 @@ def test_tensorboard_shows_no_duplicates_after_resuming(tmp_path):
     second = RunRecorder(tmp_path, PolicyConfig(), resumed_iteration=2)
     second.log_iteration(3, {"a": 30})
     assert scalars(tmp_path) == {"a": [(1, 1.0), (2, 2.0), (3, 30.0)]}
+
+
+def test_the_end_writes_the_result_and_draws_the_curve(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: short")
+    recorder = RunRecorder(tmp_path, QUIET, draw=draw_curve)
+    recorder.finish({"status": "done", "accuracy_before": float("nan"), "accuracy_after": np.float64(0.5)})
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result == {"status": "done", "accuracy_before": None, "accuracy_after": 0.5}
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert recorder.write_errors == 0
+    recorder.close()
 
 
 # The end

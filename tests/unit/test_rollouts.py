@@ -14,7 +14,7 @@ from task_support import trajectory
 
 from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.rollout.mixture import Mixture
-from rl_vlm.rollout.rollouts import Rollouts, TooManyFailuresError
+from rl_vlm.rollout.rollouts import GroupBuffer, Rollouts, TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
@@ -386,3 +386,13 @@ def test_a_stop_request_ends_the_wait_for_groups() -> None:
     with pytest.raises(RoundAbandonedError):
         rollouts.next_groups(0, 9)
     assert len(rollouts.state()["tasks"]["open"]) == 6
+
+
+def test_the_buffer_gives_the_oldest_groups_first_and_keeps_the_rest() -> None:
+    buffer = GroupBuffer(max_lag=2)
+    buffer.add([group("b", 1), group("c", 1)])
+    buffer.add([group("a", 1)])
+    taken, stale = buffer.take(2, version=2)
+    assert [g.group_id for g in taken] == ["a", "b"] and stale == [] and len(buffer) == 1
+    taken, stale = buffer.take(2, version=4)
+    assert taken == [] and [g.group_id for g in stale] == ["c"] and len(buffer) == 0

@@ -237,6 +237,12 @@ def test_files_that_are_no_run_are_left_alone(storage: Any, overwrite: bool) -> 
     assert contents(storage) == {"thesis.tex": b"mine"}
 
 
+def test_where_nothing_is_yet_a_resumed_run_begins(storage: Any) -> None:
+    with opened_run_folder(URL, resume=True, overwrite=False) as folder:
+        assert [path.name for path in folder.iterdir()] == [".rl_vlm_run"]
+    assert set(contents(storage)) == {"index.json", ".rl_vlm_run"}
+
+
 @pytest.mark.parametrize(
     "index", [b"no json", b"[]", b'{"files": ["../../etc/passwd", ".rl_vlm_run"]}', b'{"files": ["/etc/passwd"]}', b'{"files": []}']
 )  # fmt: skip

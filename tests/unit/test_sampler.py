@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from ray_support import DEAD, HANGS, RAY, Reference
 
+from rl_vlm.config import PolicyConfig
 from rl_vlm.rollout import actors
 from rl_vlm.rollout import sampler as module
 from rl_vlm.rollout.actors import ActorPool
+from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
@@ -187,6 +189,20 @@ def test_a_stop_is_heard_while_all_runners_are_down(manager: Manager) -> None:
     with pytest.raises(module.RoundAbandonedError):
         sampler.finish(lambda: next(asked, True))
     assert len(sampler) == 0
+
+
+@pytest.mark.parametrize("autoscaling", [True, False])
+def test_an_autoscaler_has_the_time_that_a_machine_takes_to_start(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch, autoscaling: bool
+) -> None:
+    monkeypatch.delenv("RL_VLM_AUTOSCALING", raising=False)
+    if autoscaling:
+        monkeypatch.setenv("RL_VLM_AUTOSCALING", "1")
+    for lag in (0, 2):
+        run = PolicyConfig.model_validate({"rollout": {"max_policy_lag": lag}, "serving": {"startup_timeout_s": 900.0}})
+        rollouts = make_rollouts(runners_of(manager), SimpleNamespace(), run)  # type: ignore[arg-type]
+        waits = [rollouts._sampler._grace_s, *([rollouts._continuous._grace_s] if lag else [])]
+        assert set(waits) == {900.0 if autoscaling else 120.0}
 
 
 def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:

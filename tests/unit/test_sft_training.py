@@ -21,6 +21,7 @@ from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import load_sft_config
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import load_lora_state, lora_state
+from rl_vlm.ownership import files_in, run_files
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
 from rl_vlm.types import Trajectory
@@ -245,6 +246,19 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     )
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr  # fine-tuning imports no Ray
     return folder
+
+
+@pytest.mark.slow
+def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
+    result = json.loads((finished / "result.json").read_text())
+    assert (result["status"], result["iterations"], result["unit"]) == ("done", 8, "steps")
+    assert result["eval_loss_after"] < result["eval_loss_before"] - 0.1
+    assert 0 <= result["accuracy_before"] <= 1 and result["conversations"] == 500
+    names = {path.name for path in finished.iterdir()}
+    assert {"config.yaml", "progress.csv", "eval.jsonl", "checkpoints", "adapter", "curve.png", "result.json"} <= names
+    assert run_files(finished) == files_in(finished)  # --overwrite would leave nothing behind
+    entries = [json.loads(line) for line in (finished / "eval.jsonl").read_text().splitlines()]
+    assert [entry["iteration"] for entry in entries] == [0, 4, 8]
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.images import blank
 from rl_vlm.evaluation.sight_faults import (
     EXACT,
+    Fault,
+    SightError,
     distance,
     engine_is_blind,
     explain,
@@ -298,6 +300,14 @@ def test_one_token_that_is_not_sure_tells() -> None:
     # Hundreds of sure tokens do not hide the one that changes.
     sure = [np.zeros(5000, dtype=np.float32)]
     assert learner_is_blind(true + sure, other + sure) is None
+
+
+def test_faults_end_a_run_or_are_told() -> None:
+    fault = Fault("positions", "Rows are missing.")
+    assert raise_or_warn([fault], "warn") == ["Rows are missing. [sight: positions]"]
+    assert raise_or_warn([], "error") == []
+    with pytest.raises(SightError):
+        raise_or_warn([fault], "error")
 
 
 def test_rounding_that_parts_equal_requests_hides_nothing() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from label_support import random_pairs
+from label_support import pair, random_pairs
 from pydantic import ValidationError
 from scipy.special import expit
 from scipy.stats import binomtest
 
 from rl_vlm.config import LabelsSection, TeacherSection, parse_config
+from rl_vlm.labelling.building import build_labeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.labels import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.labelling.similarity import Similarity
 from rl_vlm.labelling.teachers import ScriptedTeacher
@@ -201,6 +203,19 @@ def test_a_model_that_is_missing_or_of_another_kind_is_named(tmp_path: Path, tin
 def test_what_is_wrong_is_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         LabelsSection(**wrong)
+
+
+def test_labellers_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = build_labeller(LabelsSection(source="scripted", teacher={"eps_mistake": 1.0}))  # type: ignore[arg-type]
+    assert isinstance(teacher, ScriptedTeacher)
+    assert asyncio.run(teacher.label([pair(3, 20)]))[0].value == 1  # always mistaken
+    generate = build_labeller(LabelsSection(source="generate"), env_id="CartPole-v1")
+    assert isinstance(generate, VLMLabeller)
+    endpoint = {"url": "http://h/v1", "token_env": "TOKEN_OF_TEST"}
+    monkeypatch.setenv("TOKEN_OF_TEST", "t")
+    assert isinstance(build_labeller(LabelsSection(source="endpoint", endpoint=endpoint), env_id="soccer"), VLMLabeller)  # type: ignore[arg-type]
+    with pytest.raises(UserInputError, match="served model"):
+        build_labeller(LabelsSection(), env_id="soccer")
 
 
 @pytest.mark.parametrize(("source", "family"), [("clip", "clip"), ("itm", "blip-2")])

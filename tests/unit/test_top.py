@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from ports import local_server
 from rich.console import Console
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.monitoring.cluster_metrics import overview, parse, read_cluster
+from rl_vlm.monitoring.cluster_metrics import default_dashboard, overview, parse, read_cluster
 from rl_vlm.monitoring.top import table
 
 RUN = 'Component="core_worker",NodeAddress="10.0.0.1",WorkerId="w1",policy="policy",run="quick"'
@@ -137,6 +138,20 @@ def test_the_token_is_found_where_ray_finds_it(where: str, monkeypatch: pytest.M
     with served() as url:
         samples, missing = read_cluster(url)
     assert len(samples) == len(parse(PAGE)) and missing == ["127.0.0.1:9"]
+
+
+def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # reaches none of a cluster's machines
+    with served() as url:
+        assert rl_vlm(["top", "--json", "--address", url]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["runs"][0]["run"] == "quick" and found["replicas"][0]["running"] == 64
+        assert found["unreachable"] == ["127.0.0.1:9"]
+        monkeypatch.setenv("RAY_ADDRESS", url)
+        assert default_dashboard() == url
+        assert rl_vlm(["top", "--once"]) == 0
+        assert "quick" in capsys.readouterr().out
 
 
 def test_one_clear_sentence_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,18 @@ def test_what_is_not_there(place: Path, path: str) -> None:
         Library([place]).answer(path)
 
 
+@pytest.mark.parametrize(
+    "kind, name",
+    [("images", "../../config.yaml"), ("images", "0" * 64), ("images", "A" * 64), ("films", "../x.gif"),
+     ("films", "step1_episode1_1.gif/../../config.yaml"), ("config", "config.yaml")],
+)  # fmt: skip
+def test_files_beside_pictures_and_films_are_not_read(place: Path, kind: str, name: str) -> None:
+    reader = Library([place]).reader("counts")
+    assert reader.file("images", RED.sha256) == RED.png
+    with pytest.raises(NotThereError):
+        reader.file(kind, name)
+
+
 def test_pairs_with_what_the_reward_model_thought(place: Path) -> None:
     store = LabelStore(place / "counts" / "labels")
     labels = [Label(0, (0.75, 0.25, 0.0), "first", answers=(0, 1)), Label(-1, error="no answer")]
