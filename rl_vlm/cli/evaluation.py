@@ -84,7 +84,7 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
 ) -> None:
     """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
-    config = config or (None if model or env else run_dir)
+    config = config or (None if model else run_dir)
     changes = {
         "model.path": model,
         "env.id": env,
@@ -145,7 +145,8 @@ def rollout(
     from rl_vlm.config import of_policy
 
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
-    run = of_policy(_load(config, overrides, changes, needs=("model", "env")))
+    config = config or (None if model else run_dir)
+    run = of_policy(_load(config, overrides, changes, needs=("model", "env"), models=("sft", "preference")))
     _check_out(out, overwrite=overwrite)
     from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import play
@@ -156,7 +157,9 @@ def rollout(
     sampling = {name: value for name, value in options.items() if value is not None}
     if top_p is not None and not 0 < top_p <= 1:  # before a model loads
         raise UserInputError(f"--top-p is {top_p}: it must be above 0 and at most 1.")
-    trained = find_trained(adapter, _source(config, adapter, run_dir))
+    source = _source(config, adapter, run_dir)
+    has_none = source is not None and (source / "config.yaml").is_file() and "preference" in _sections(source)
+    trained = find_trained(adapter, None if has_none else source)
     summary = play.rollout(
         run, adapter=trained, episodes=episodes, sampling=sampling, out=out, show=_show if show else None
     )
@@ -178,8 +181,21 @@ def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> 
     return run_dir or (config if config is not None and config.is_dir() and adapter is None else None)
 
 
-def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:
-    """The run of a configuration, of flags alone, or of both; flags win. Flags alone must hold those of `needs`."""
+def _sections(run_dir: Path) -> dict[str, Any]:
+    from rl_vlm.config.loading import read_yaml
+
+    return read_yaml(run_dir / "config.yaml", ())
+
+
+def _load(
+    config: Path | None,
+    overrides: list[str] | None,
+    changes: dict[str, Any],
+    needs: tuple[str, ...],
+    models: tuple[str, ...] = ("sft",),
+) -> Any:
+    """The run of a configuration, of flags alone, or of both; flags win. Flags alone must hold those of `needs`. Of a
+    run folder with a section of `models` only the model counts."""
     from rl_vlm.types import UserInputError
 
     words = list(overrides or ())
@@ -191,7 +207,15 @@ def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, A
     if missing:
         raise UserInputError(f"Name a configuration or a run folder, or give {' and '.join(missing)}.")
     words += [f"{key}={json.dumps(value)}" for key, value in changes.items() if value is not None]
-    return load_run(config, words)
+    if config is None or not config.is_dir() or not set(models) & set(_sections(config)):
+        return load_run(config, words)
+    if not any(word.startswith("env.") for word in words):
+        raise UserInputError(
+            f"The run in {config} has a model and no environment to play: add one, such as --env Shapes-v0."
+        )
+    from rl_vlm.config import load_served_config
+
+    return load_served_config(config / "config.yaml", words)
 
 
 def _check_out(out: Path | None, resume: bool = False, overwrite: bool = False) -> None:

@@ -26,14 +26,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @commands.command(name="runs", epilog="Example: rl-vlm runs")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="The folder that holds run folders.")] = Path("runs"),
+    folders: Annotated[list[str] | None, typer.Argument(help="Folders with runs, or runs; else runs/.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs: what they trained, how far they came, and what for."""
     from rl_vlm.safe_text import printable
     from rl_vlm.view.library import Library
 
-    found = Library([folder]).lines()
+    found = Library(folders or ["runs"]).lines()
     if as_json:
         typer.echo(json.dumps({"schema": _SCHEMA, "runs": found}, indent=2))
         return
@@ -48,7 +48,7 @@ def list_runs(
     for row in rows if found else ():
         typer.echo("  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if not found:
-        typer.echo(f"There is no run in {folder}.")
+        typer.echo(f"There is no run in {', '.join(folders or ['runs'])}.")
 
 
 @commands.command(epilog="Example: rl-vlm show runs/quickstart")
@@ -64,10 +64,13 @@ def show(
     from rl_vlm.files import to_jsonable
     from rl_vlm.runs.api import load_run
     from rl_vlm.safe_text import printable
+    from rl_vlm.types import UserInputError
     from rl_vlm.view.reader import RunReader
 
     found = load_run(run)
     one = RunReader(found).line()
+    if one["status"] == "damaged":
+        raise UserInputError(f"{run} is damaged: {one['error']}")
     chosen = spread(found.newest_trajectories.to_dict("records"), episodes)
     if as_json:
         content = {"schema": _SCHEMA, **one, "result": found.metrics, "episodes": chosen}

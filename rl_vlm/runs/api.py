@@ -101,7 +101,7 @@ class Run:
         place = f"{root}/{folder}".rstrip("/")
         try:
             found = files.ls(place, detail=True, refresh=True)  # listings of object stores are kept otherwise
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return {}
         return {
             "/".join(filter(None, (folder, str(one["name"]).rsplit("/", 1)[-1]))): _stamp(one)

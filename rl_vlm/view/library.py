@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.runs.api import load_run
+from rl_vlm.runs.api import Run, load_run
 from rl_vlm.runs.remote_folder import RunDir, is_remote
 from rl_vlm.types import UserInputError
 from rl_vlm.view.reader import SCHEMA, NotThereError, RunReader
@@ -32,19 +33,24 @@ class Library:
 
     def __init__(self, places: Sequence[RunDir], *, live: bool = True) -> None:
         for place in places:  # a wrong one is an error at once
-            if not is_remote(place) and not Path(place).is_dir():
+            if is_remote(place):
+                load_run(place)
+            elif not Path(place).is_dir():
                 raise UserInputError(f"{place} is no folder: give run folders, or a folder that holds some.")
         self._places, self._live = places, live
         self._readers: dict[str, RunReader] = {}
 
     def readers(self) -> dict[str, RunReader]:
         """All runs that are there now, by id."""
-        known = self._readers
-        self._readers = {
-            name: known.get(name) or RunReader(TrialRun(folder) if sweep else load_run(folder), sweep)
-            for folder, sweep, name in self._found()
-        }
-        return self._readers
+        known = {reader.folder: reader for reader in self._readers.values()}
+        found: dict[str, RunReader] = {}
+        for folder, sweep, name in self._found():
+            place = str(folder if is_remote(folder) else Path(folder).resolve())
+            if name in found and found[name].folder != place:  # runs of one name in several places
+                name = f"{name}~{sha256(place.encode()).hexdigest()[:8]}"
+            found[name] = known.get(place) or RunReader(TrialRun(folder) if sweep else Run(folder), place, sweep)
+        self._readers = found
+        return found
 
     def warm(self) -> None:
         """Read the lists of episodes before anybody asks for them."""

@@ -26,6 +26,7 @@ from yaml import YAMLError
 from rl_vlm.config.loading import leaves
 from rl_vlm.files import to_jsonable
 from rl_vlm.runs.api import Run
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 from rl_vlm.view.conversation import Answer, crops_of, messages_in_parts, turn_facts
 from rl_vlm.view.findings import Finding, findings
@@ -46,7 +47,16 @@ _LISTED = {
     "version": "oldest_version", "newest": "newest_version",
 }  # fmt: skip
 _COLUMNS = ("id", "kind", *_LISTED, "sample", "replicas", "picture", "pictures")
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)
+# What reading a file that is half written, edited by hand or cut off by a full disk raises.
+_DAMAGED = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, pa.ArrowException, YAMLError,
+    UserInputError,
+)  # fmt: skip
+# The files that every answer is made of, and what they hold.
+_FILES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "config": ("config.yaml", dict), "metrics": ("result.json", dict),
+    "progress": ("progress.csv", pd.DataFrame), "evaluations": ("eval.jsonl", pd.DataFrame),
+}  # fmt: skip
 
 
 class NotThereError(UserInputError):
@@ -59,8 +69,8 @@ class NotThereError(UserInputError):
 class RunReader:
     """Reads one run again and again while it goes on; a file that has not changed is read once."""
 
-    def __init__(self, run: Run, sweep: str = "") -> None:
-        self._run, self._sweep = run, sweep
+    def __init__(self, run: Run, folder: str = "", sweep: str = "") -> None:
+        self._run, self.folder, self._sweep = run, folder or str(run.folder), sweep
         self._tables: dict[str, tuple[str, Any]] = {}  # file → its stamp, and what was read of it
 
     # What has changed.
@@ -91,12 +101,18 @@ class RunReader:
     # The run.
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Any], pd.DataFrame, pd.DataFrame]:
-        """Configuration, result, progress and evaluations; nothing but an error of a run with a damaged file."""
-        try:
-            return self._run.config, self._run.metrics, self._run.progress, self._run.evaluations
-        except (*_DAMAGED, UserInputError, YAMLError) as error:
-            damage = f"A file of the run cannot be read: {error}"
-            return {}, {"status": "damaged", "error": damage}, pd.DataFrame(), pd.DataFrame()
+        """Configuration, result, progress and evaluations; a damaged one is empty, and the result says so."""
+        found: dict[str, Any] = {}
+        damage: dict[str, str] = {}
+        for part, (name, nothing) in _FILES.items():
+            try:
+                found[part] = _checked(getattr(self._run, part), nothing)
+                if part == "config" and not found[part]:
+                    raise ValueError("it is empty")
+            except _DAMAGED as error:
+                found[part] = nothing()
+                damage = {"status": "damaged", "error": f"{name} cannot be read: {one_line(error)}"}
+        return found["config"], damage or found["metrics"], found["progress"], found["evaluations"]
 
     def config(self) -> dict[str, str]:
         settings = leaves(to_jsonable(self._read()[0]))
@@ -104,8 +120,17 @@ class RunReader:
 
     def line(self) -> Answer:
         """The run in the list of runs."""
-        config, result, progress, evaluations = self._read()
-        algorithm, env = config.get("algorithm", {"name": "sft"}), config.get("env", {})
+        files = self._read()
+        try:
+            return self._line(*files)
+        except _DAMAGED as error:
+            damage = f"a file holds something else than a run writes: {one_line(error)}"
+            return self._line({}, {"status": "damaged", "error": damage}, pd.DataFrame(), pd.DataFrame())
+
+    def _line(
+        self, config: dict[str, Any], result: dict[str, Any], progress: pd.DataFrame, evaluations: pd.DataFrame
+    ) -> Answer:
+        algorithm, env = config.get("algorithm") or {"name": "sft"}, config.get("env") or {}
         kind = next((kind for kind in ("preference", "sft") if kind in config), "policy")
         accuracy = next((evaluations[key] for key in evaluations if key.startswith("accuracy/")), ())
         total = algorithm.get("iterations") or config.get(kind, {}).get(
@@ -119,7 +144,7 @@ class RunReader:
             "kind": kind,
             "algorithm": str(algorithm.get("name", "grpo")),
             "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or "conversations",
-            "status": result.get("status", "running" if time.time() - changed < _SILENT_S else "no result"),
+            "status": str(result.get("status", "running" if time.time() - changed < _SILENT_S else "no result")),
             "error": str(result.get("error", "")),
             "iterations": int(progress["iteration"].iloc[-1]) if len(progress) else 0,
             "total": total,
@@ -167,7 +192,7 @@ class RunReader:
             "progress": _columns(progress),
             "evaluations": _columns(evaluations),
             "messages": [{"iteration": one.get("iteration"), "text": str(one.get("text", ""))}
-                         for one in self._run.lines("messages.jsonl")[-_MESSAGES:]],
+                         for one in self._lines("messages.jsonl")[-_MESSAGES:]],
             "losses": self._losses(),
             "has": {
                 "episodes": counts["train"],
@@ -181,8 +206,15 @@ class RunReader:
     def _rows(self, name: str, stamp: str) -> int:
         return self._once(f"{name}#rows", stamp, lambda _: self._run.parquet(name).metadata.num_rows) or 0
 
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """The objects in a file's lines; none of a damaged file."""
+        with suppress(*_DAMAGED):
+            return [line for line in self._run.lines(name) if isinstance(line, dict)]
+        return []
+
     def _losses(self) -> list[Answer]:
-        counted = Counter((int(one["iteration"]), str(one["reason"])) for one in self._run.lines("failures.jsonl"))
+        lines = self._lines("failures.jsonl")
+        counted = Counter((int(one.get("iteration") or 0), str(one.get("reason"))) for one in lines)
         return [
             {"iteration": iteration, "reason": reason, "count": count}
             for (iteration, reason), count in [*counted.items()][-_MESSAGES:]
@@ -332,6 +364,17 @@ class RunReader:
         if not content:
             raise NotThereError("The run keeps no such file.")
         return content
+
+
+def _checked(content: Any, kind: Any) -> Any:
+    """The content of a file with its metrics as numbers. Raises ValueError or TypeError for other content."""
+    if not isinstance(content, kind):
+        raise TypeError(f"it holds a {type(content).__name__}")
+    if isinstance(content, pd.DataFrame):
+        for name in content:
+            if name == "iteration" or "/" in str(name):
+                content[name] = pd.to_numeric(content[name])
+    return content
 
 
 def _parts(mixture: Any) -> list[str]:

@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 from safetensors.numpy import save_file
 
 from rl_vlm.cli import app as cli
-from rl_vlm.config import load_config, save_config
+from rl_vlm.config import load_config, load_sft_config, save_config
 from rl_vlm.http.server import bind
 from rl_vlm.models.hub import FetchError, hub_errors
 from rl_vlm.runs.serve import banner, plan
@@ -246,6 +246,22 @@ def test_a_run_folder_plays_what_it_trained(config, harness, tmp_path, capsys):
     assert json.loads(output(capsys))["summary"]["adapter"] == str(other)
     assert run("eval", tmp_path) == 0
     assert json.loads(output(capsys))["run_dir"] == str(tmp_path)
+
+
+def test_a_fine_tuning_run_is_a_model_for_the_environment_that_is_named(harness, tmp_path, capsys):
+    save_config(load_sft_config(None, ["model.path=tiny-words", "sft.steps=1"]), tmp_path / "config.yaml")
+    adapter = adapter_folder(tmp_path / "adapter")
+    for command, key, trained in (("rollout", "adapter", adapter), ("eval", "run_dir", tmp_path)):
+        for named in (
+            [tmp_path, "--env", "Shapes-v0"],
+            [tmp_path, "env.id=Shapes-v0"],
+            ["--run-dir", tmp_path, "--env", "Shapes-v0"],
+        ):
+            assert run(command, *named) == 0
+            found = json.loads(output(capsys))
+            found = found.get("summary", found)
+            assert (found["run"]["model"]["path"], found[key]) == ("tiny-words", str(trained))
+        assert run(command, tmp_path) == 2 and "--env Shapes-v0" in failure(capsys)
 
 
 # --- `rl-vlm serve` before it starts anything: where settings come from, and what is refused in one sentence

@@ -166,8 +166,13 @@ def test_a_run_that_goes_on_is_followed_and_a_damaged_file_left_out(place: Path)
 
 @pytest.mark.parametrize(
     "name, content",
-    [("config.yaml", "a: [1"), ("result.json", '{"status"'), ("progress.csv", 'a,"b\n1'), ("eval.jsonl", "x\n")],
-)
+    [
+        ("config.yaml", "a: [1"), ("config.yaml", ""), ("config.yaml", "[1]"), ("result.json", '{"status"'),
+        ("result.json", "[]"), ("progress.csv", 'a,"b\n1'), ("progress.csv", "iteration,a/b\n1,1\n" * 2),
+        ("progress.csv", "iteration,a/b\n1,1\n" + "\0" * 9), ("progress.csv", "iteration,a/b\n<<<\n"),
+        ("eval.jsonl", "x\n"), ("eval.jsonl", "[1]\n"),
+    ],
+)  # fmt: skip
 def test_a_damaged_file_is_told_and_the_other_runs_are_shown(place: Path, name: str, content: str) -> None:
     (place / "counts" / name).write_text(content)
     library = Library([place])
@@ -175,6 +180,21 @@ def test_a_damaged_file_is_told_and_the_other_runs_are_shown(place: Path, name: 
     assert lines["counts"]["status"] == "damaged" and "cannot be read" in lines["counts"]["error"]
     assert lines["deep~new"]["status"] == "running"
     assert library.answer("runs/counts")["has"]["episodes"] == 4
+
+
+def test_settings_of_another_form_are_damage_too(place: Path) -> None:
+    (place / "counts" / "config.yaml").write_text("algorithm: 5\n")
+    lines = {line["id"]: line["status"] for line in Library([place]).lines()}
+    assert lines == {"counts": "damaged", "deep~new": "running"}
+
+
+def test_runs_of_equal_names_are_all_shown_and_a_run_that_is_named_twice_once(tmp_path: Path) -> None:
+    for name in ("a/runs/same", "b/runs/same"):
+        write_run(tmp_path / name)
+    library = Library([tmp_path / "a/runs", tmp_path / "b/runs", tmp_path / "a/runs/same"])
+    folders = {line["id"]: line["folder"] for line in library.lines()}
+    assert len(folders) == 2 and folders["same"] == str(tmp_path / "a/runs/same")
+    assert all(library.answer(f"runs/{name}")["line"]["folder"] == folder for name, folder in folders.items())
 
 
 def test_search_finds_texts_of_any_case(place: Path) -> None:
