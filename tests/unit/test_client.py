@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from loops import in_loop
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 
-from rl_vlm.config import ServingSection
+from rl_vlm.config import AutoscalingSection, ServingSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.http import backend as module
 from rl_vlm.http.backend import ServeBackend
@@ -25,7 +26,7 @@ from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.health import ReplicaState
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.replica import ReplicaUnavailableError
-from rl_vlm.serving.router import homes
+from rl_vlm.serving.router import AffinityRouter, home_session, homes
 from rl_vlm.types import Completion, GenerationRequest, SamplingParams
 
 FOREVER = object()
@@ -282,6 +283,25 @@ def test_every_replica_is_a_home_and_the_load_is_even(callers: int, replicas: in
     assert max(counts) - min(counts) <= 1
     if callers <= replicas:
         assert counts == [1] * replicas
+
+
+@pytest.mark.parametrize("callers", [1, 2, 3])
+@pytest.mark.parametrize("running", range(1, 5))
+def test_replicas_that_autoscaling_adds_get_their_part_of_the_requests(callers: int, running: int) -> None:
+    """The router sends a home's requests to the replica at that place, modulo the replicas that run."""
+    serving = ServingSection(num_replicas=1, autoscaling=AutoscalingSection(max_replicas=4))
+    candidates = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=f"replica{k}")) for k in range(running)]
+    state: Any = SimpleNamespace(_turn=itertools.count(), replica_queue_len_cache=SimpleNamespace(get=lambda _: 0))
+
+    def first_choice(place: int) -> str:
+        request: Any = SimpleNamespace(
+            routing_context=SimpleNamespace(), metadata=SimpleNamespace(session_id=home_session(place))
+        )
+        ranked = asyncio.run(AffinityRouter.choose_replicas(state, candidates, request))  # type: ignore[arg-type]
+        return ranked[0][0].replica_id.unique_id
+
+    places = [place for caller in range(callers) for place in homes(OWN, caller, callers, serving)]
+    assert {first_choice(place) for place in places} == {replica.replica_id.unique_id for replica in candidates}
 
 
 # --- The Serve application as the backend of the HTTP side, with a registry that answers late, fails, or is restarted

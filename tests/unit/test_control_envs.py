@@ -205,6 +205,22 @@ def test_the_angle_can_be_read_from_the_picture(size: int, degrees: float) -> No
 
 
 @pytest.mark.slow
+def test_starts_differ() -> None:
+    env = MetaWorldEnv("drawer-open")
+    assert not np.array_equal(env.reset(seed=0)[0][4:7], env.reset(seed=1)[0][4:7])
+
+
+@pytest.mark.slow
+def test_it_truncates_at_the_horizon_and_success_does_not_end_it() -> None:
+    env = MetaWorldEnv("drawer-open", horizon=5)
+    env.reset(seed=0)
+    ends = [env.step(np.zeros(4, np.float32))[2:4] for _ in range(5)]
+    assert ends == [(False, False)] * 4 + [(False, True)]
+    env.reset(seed=1)
+    assert env.step(np.zeros(4, np.float32))[2:4] == (False, False)
+
+
+@pytest.mark.slow
 def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:
     hidden, shown = MetaWorldEnv("reach"), MetaWorldEnv("reach", observe_goal=True)
     for env in (hidden, shown):

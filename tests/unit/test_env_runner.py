@@ -20,6 +20,7 @@ from PIL import Image
 from test_client import Handle, client_of
 
 from rl_vlm.config import PolicyConfig, parse_config
+from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult
 from rl_vlm.envs.errors import EnvError
@@ -99,6 +100,21 @@ async def test_images_are_encoded_when_the_engine_is_idle(engine: TransformersEn
     await until(lambda: engine.stats().image_cache_misses == missed + 20)
     await engine.generate(asked)
     assert engine.stats().image_cache_misses == missed + 20 and engine.stats().image_cache_hits == hit + 20
+
+
+@in_loop
+async def test_a_damaged_image_is_told_to_the_request_that_shows_it(
+    engine: TransformersEngine, tiny_folder: Path
+) -> None:
+    text = text_side(tiny_folder)
+    good = request(text, [picture(np.random.default_rng(0), 64, 64), "What?"], max_new_tokens=4)
+    broken = dataclasses.replace(good.images[0], png=good.images[0].png[:40], sha256="0" * 64)
+    engine.encode_images([broken])
+    await asyncio.sleep(0.1)
+    assert len(await engine.generate([good])) == 1
+    with pytest.raises(EngineError):
+        await engine.generate([dataclasses.replace(good, images=(broken,))])
+    assert not engine.dead
 
 
 def test_replicas_are_told_what_their_requests_will_show() -> None:
