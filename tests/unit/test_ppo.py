@@ -283,13 +283,19 @@ def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_checkpointing_does_not_change_a_gradient(tiny_folder: Path, kind: str) -> None:
     """Layers are computed anew on the way back, with the adapter of the loss that is on its way."""
-    groups, found = make_groups(tiny_folder), []
+    groups, found, passes = make_groups(tiny_folder), [], [0, 0]
     for checkpointing in (False, True):
         run = ppo_run(tiny_folder, critic__kind=kind, learner__gradient_checkpointing=checkpointing)
         half = Half(run, tiny_folder)
+
+        def count(*_: Any, which: bool = checkpointing) -> None:
+            passes[which] += 1
+
+        half.policy.model.model.language_model.layers[0].self_attn.register_forward_pre_hook(count)
         randomize(half.policy, 1)
         disturb_head(half)
         found.append(torch.cat(half.gradients(half.packed(groups))))
+    assert 0 < passes[False] < passes[True]
     assert found[0].abs().max() > 1e-3
     assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
 

@@ -12,7 +12,6 @@ from core_support import (
     adapted_policy,
     batch_of,
     conversation,
-    gradient_vector,
     picture,
     plain_model,
     reference_logprobs,
@@ -165,34 +164,6 @@ def test_the_reference_of_the_kl_penalty_is_the_model_without_its_adapter(tiny_f
     assert abs(expected) > 1
     assert stats["policy/kl"] == pytest.approx(expected, rel=1e-4)
     assert float(loss.detach()) == pytest.approx(0.1 * 0.5 * expected, rel=1e-4)
-
-
-# --- gradient checkpointing
-
-
-def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Path) -> None:
-    found = []
-    for checkpointing in (False, True):
-        settings = {"learner__gradient_checkpointing": checkpointing}
-        policy = adapted_policy(tiny_folder, **settings)
-        updater = PolicyUpdater(policy, run_config(tiny_folder, **settings))
-        passes = 0
-
-        def count(*_: Any) -> None:
-            nonlocal passes
-            passes += 1
-
-        policy.model.model.language_model.layers[0].self_attn.register_forward_pre_hook(count)
-        (packed,) = updater.pack(fixed_batch(tiny_folder, 1.0))
-        passes = 0
-        loss = updater.loss(packed[0], UpdateStats())
-        loss.backward()
-        assert passes == (2 if checkpointing else 1)  # the layer is computed again on the way back
-        found.append((float(loss.detach()), packed[0].old, gradient_vector(policy.parameters)))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])  # type: ignore[arg-type]
-    assert torch.allclose(found[0][2], found[1][2], rtol=1e-5, atol=1e-7)
-    assert found[0][2].abs().max() > 1e-3
 
 
 # --- small parts
