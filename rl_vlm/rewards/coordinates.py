@@ -10,13 +10,13 @@ Box = tuple[float, float, float, float]  # x1, y1, x2, y2
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _NEXT = rf"(?:px)?[\s,;]+{_NUMBER}"
-# Exactly four numbers, and two of a point.
-BRACKETS = re.compile(rf"[\[(]\s*({_NUMBER}(?:{_NEXT}){{3}})(?:px)?\s*[\])]")
+# Four numbers, perhaps with a confidence, and two of a point.
+BRACKETS = re.compile(rf"[\[(]\s*({_NUMBER}(?:{_NEXT}){{3}})(?:px)?(?:[\s,;]+(?:0?\.\d+|[01]))?\s*[\])]")
 _POINT = re.compile(rf"[\[(]\s*({_NUMBER}{_NEXT})(?:px)?\s*[\])]")
-_NAMED = re.compile(rf"""(?<![A-Za-z])([A-Za-z_]+\d?)["']?\s*[:=]\s*({_NUMBER})(?![\w.])""")
+_NAMED = re.compile(rf"""(?<![A-Za-z])([A-Za-z_]+\d?)["']?\s*[:=]\s*["']?({_NUMBER})(?![\w.])""")
 _BARE = re.compile(rf"(?<![\w.]){_NUMBER}(?:{_NEXT})*(?![\w.])")
 _CORNERS = ("x0 y0 x1 y1", "x1 y1 x2 y2", "xmin ymin xmax ymax", "left top right bottom")
-_SIZES = ("x y w h", "x y width height")
+_SIZES = ("x y w h", "x y width height", "left top width height")
 _MOST = 1e9  # a coordinate beyond it is none
 
 

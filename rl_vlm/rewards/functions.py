@@ -23,18 +23,17 @@ RewardFunction = Callable[..., Any]
 MAX_CHARS = 2000  # of a completion's end, where its answer is
 _MOST = 1000  # characters that ANLS compares
 _SPACES = re.compile(r"\s+")
-_FULL_STOP = re.compile(r"(?<=[^. ]) ?\.$")
+_FULL_STOP = re.compile(r"(?<=[^. ]) ?[.。]$")
 # Fonts, spaces and dollar signs of TeX, emphasis and quotes around an option's letter.
 _MARKUP = re.compile(r"\\(?:(?:text|math|bold)[a-z]*|left|right|bf|rm)(?![a-z])|\\[()\[\],;!]|[{}$*`'\"]")
 _OPTION = re.compile(
-    r"\s*(?:option|choice)?\s*(?:[(\[<【]\s*([A-Z])\s*[)\]>】]|([A-Z])(?:[):]|[.,]?\s*$|\.?\s*\n|\.\s|\s+[-–—]\s))",
+    r"\s*(?:option|choice|选项?)?\s*[(\[<【「〔]?\s*([A-Z])\s*(?:[])>】」〕:、]|[.,]?\s*$|\.?(?=\n)|\.(?=\s|[^\x00-\x7f])|\s[-–—(])",
     re.IGNORECASE,
 )
-# A second option behind the first makes no answer: letters alone, a letter in brackets or of a list, "or B" at the end.
+# A second option behind the first makes no answer: letters alone, one in brackets or of a list, "or B" at the end.
 _SECOND = re.compile(
-    r"(?:\W*\b[A-Z]\b)+\W*\Z|.*(?:(?<!\w)[(\[][A-Ja-j][)\]]|(?<=[\w,;][ \n])[A-J][).:](?=\s)"
-    r"|(?:\b(?:or|and|maybe|not)\b|[/&|,;])\s*[A-J]\W*\Z)",
-    re.DOTALL,
+    r"(?:\W*\b[A-Z]\b)+\W*\Z|.*(?:(?<!\w)[(\[][A-Ja-j][)\]]|(?<=[\w,;] )[A-J][).:](?=\s)"
+    r"|(?:\b(?:or|and|maybe|not|also)\b|[/&|,;])\s*[A-J]\W*$)|(?s:.*)\n\W*[A-J][).:]\s"
 )
 _THINK_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 _SAME_BOX = 0.5  # IoU from which a box is found, as PASCAL VOC counts (Everingham et al. 2010, section 4.2)

@@ -25,7 +25,7 @@ _FRACTIONS = {
 _UNICODE = str.maketrans(
     {
         **dict.fromkeys("−–—‐‑－", "-"), **dict.fromkeys("\xa0\u2009\u202f\u200b\u3000", " "),
-        **dict.fromkeys("°º˚∘", r"^\circ "), **dict.fromkeys("≤⩽", r"\le "), **dict.fromkeys("≥⩾", r"\ge "), **GREEK,
+        **dict.fromkeys("°º˚∘ᵒ", r"^\circ "), **dict.fromkeys("≤⩽", r"\le "), **dict.fromkeys("≥⩾", r"\ge "), **GREEK,
         **_FRACTIONS, **dict.fromkeys("×·⋅", r"\cdot "), **dict.fromkeys("÷⁄∕", "/"), "∞": r"\infty ", "√": r"\sqrt ",
         "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∠": r"\angle ",
         "∪": r"\cup ", "∩": r"\cap ", **dict(zip("％＝，．（）", "%=,.()", strict=True)),
@@ -40,8 +40,9 @@ _RAISED_RUN, _LOWERED_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED
 _EMPHASIS = re.compile(r"(?s)(\*{1,3}|_{1,2}|`+)(?!\1)(.+)(?<![*_`])\1")
 _END = r"(?![A-Za-z])"
 _FUNCTIONS = "sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|ln|log|exp"
-_CIRCLE = rf"\\(?:circ|(?:text)?degrees?){_END}"
 _TEXT = r"\\(?:text(?:bf|it|rm|normal|sf|tt|sl|sc|up|md)?|emph|mathrm|[mh]box)"
+_IN_TEXT = rf"{_TEXT} ?\{{[\^ ]*\\circ ?\}}"
+_CIRCLE = rf"(?:\\(?:circ|(?:text)?degrees?){_END}|{_IN_TEXT})"
 _O = rf"(?:{_TEXT} ?\{{ ?o ?\}}|o{_END})"
 # Spellings of textbooks and models, replaced in this order, in text whose whitespace is single spaces.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -61,7 +62,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\cr{_END} ?", r"\\\\"),
         (r"\\(?:mathrm|operatorname\*?|text) ?\{ ?(\\[A-Za-z]+|[ei]) ?\}", r"\1 "),
         (rf"\\(?:mathrm|operatorname\*?) ?\{{ ?({_FUNCTIONS}) ?\}}", r"\\\1 "),
-        (r"\*\*", "^"),
+        (r"\*\*|\\textsuperscript", "^"),
+        (r"\^ ?(?:\\prime|\{ ?\\prime ?\})", "'"),
+        (rf"\\[lr]vert{_END} ?", "|"),
+        (r"(?<!\\)\{ ?(\{[^{}]*\}) ?\}", r"\1"),
+        (r"\\ang ?\{([0-9.]+)\}", r"\1^\\circ "),
         (rf"\\times{_END}|\*|(?<=[0-9]) [xX] (?=[0-9])", r"\\cdot "),
         (rf"\\div{_END} ?", "/"),
         (rf"\\leq{_END}|<=", r"\\le "),
@@ -70,12 +75,12 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\lbrace{_END}", r"\\{"),
         (rf"\\rbrace{_END}", r"\\}"),
         (
-            rf"(?:\{{\}} ?)?(?:\^ ?)+(?:{_CIRCLE}|\{{[\^ ]*{_CIRCLE} ?\}})|{_TEXT} ?\{{[\^ ]*{_CIRCLE} ?\}}"
-            rf"|\\(?:text)?degrees?{_END}|(?<=[0-9}}])\^ ?(?:{_O}|\{{ ?{_O} ?\}})"
-            rf"|(?<=[0-9]) ?\\circ{_END}(?! ?[^ .,)\]])",
+            rf"(?:\{{\}} ?)?(?:\^ ?)+(?:{_CIRCLE}|\{{[\^ ]*{_CIRCLE} ?\}})|{_IN_TEXT}|\{{ ?\^ ?{_CIRCLE} ?\}}"
+            rf"|\\(?:text)?degrees?{_END}|(?<=[0-9}}]) ?\^ ?(?:{_O}|\{{ ?{_O} ?\}})"
+            rf"|(?<=[0-9]) ?\\(?:circ|deg){_END}(?! ?[^ .,)\]])",
             r"^\\circ ",
         ),
-        (rf",?(?:{_TEXT} ?\{{ ?(?:and|or) ?\}}| (?:and|or) )", ","),
+        (rf",?(?:{_TEXT} ?\{{ ?(?:and|or) ?\}}| (?:and|or) )", ", "),
         (rf"{_TEXT} ?\{{", r"\\text{"),
         (rf"(?<![A-Za-z\\])(sqrt|pi|{_FUNCTIONS}|theta){_END}", r"\\\1"),
         # TeX takes the next token as the argument: \frac12, \sqrt2. After ^ the whole number is meant.
@@ -106,7 +111,7 @@ _WHOLE_TEXT = re.compile(r"\\text\{(?P<content>[^{}]*)\}(?P<power>\^\{[23]\})?")
 _COUNTED = re.compile(r"(?P<number>-?[0-9][0-9.,/]*) (?P<thing>[A-Za-z]{2}[A-Za-z ./]*)")
 # {3 \\over 4} and {5 \\choose 2} of plain TeX, whose parts reach to the ends of their group.
 _INNER = r"(?:[^][(){}]|[({[](?:[^][(){}]|[({[][^][(){}]*[])}])*[])}])*"
-_PART = rf"(?:(?!\\(?:over|choose){_END})[^][(){{}},;=<>]|[({{[]{_INNER}[])}}])*+"
+_PART = rf"(?:(?!\\(?:over|choose|text){_END})[^][(){{}},;=<>]|[({{[]{_INNER}[])}}])*+"
 _INFIX = re.compile(rf"({_PART})\\(over|choose){_END}({_PART})(?!\\)")
 # 2{\frac{1}{3}} is a mixed number, and 2\binom{5}{2} none, which the parser takes for one.
 _MIXED, _FACTOR = re.compile(r"(?<=[0-9])\{(\\frac\{[0-9]+\}\{[0-9]+\})\}"), re.compile(r"(?<=[0-9])(\{?\\binom)")
@@ -192,6 +197,8 @@ def _read_list(text: str) -> AnswerTree:
 
 def _read_item(text: str) -> AnswerTree:
     text, name, equation = detach_name(_without_text(text.strip(" .;:")))
+    if _enclosing(text) == ("{", "}") and len(_split(text[1:-1])) == 1:
+        text = text[1:-1].strip()
     measured = detach_unit(_without_text(text))
     body = _without_text(measured.text.strip())
     opening = closing = ""

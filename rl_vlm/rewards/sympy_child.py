@@ -24,6 +24,7 @@ TOLERANCE = sympy.Float("1e-45", DIGITS)
 # Sizes of the variables in numeric comparisons, and how many points of both signs these make.
 SIZES = ("0.3719", "2.6131", "1.8137", "0.4391", "7.2917", "63.1723", "153.719")
 POINTS = 32
+MOST_SIGNS = 8  # beyond which a proof for each would take too long
 _DECIMAL = re.compile(r"(\d+)\.(\d*)|\.(\d+)")
 _CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
 _FLIPPED = {Eq: Eq, Gt: Lt, Lt: Gt, Ge: Le, Le: Ge}
@@ -71,17 +72,24 @@ def compare(answer: str, truth: str) -> bool:
             return _same_relation(expected, given)
         if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr):
             # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
-            return _agree(expected, given) and (_verify(expected, given) or _is_zero(expected - given))
+            signs = _common_signs(expected, given)
+            return signs is not None and (_verify(expected, given) or _is_zero(expected - given, signs))
         return _verify(expected, given)
     except _SYMPY_ERRORS as error:
         raise UnparsableError(str(error)) from error
 
 
-def _is_zero(difference: sympy.Expr) -> bool:
-    r"""Also where it is so for positive values alone: `\sqrt{1/n}` is `1/\sqrt{n}` wherever both are real."""
-    positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in difference.free_symbols}
-    forms = difference, difference.xreplace(positive), sympy.powsimp(difference, force=True)
-    return any(sympy.simplify(form) == 0 for form in forms)
+def _is_zero(difference: sympy.Expr, signs: set[tuple[int, ...]]) -> bool:
+    r"""Also where it is so for these signs of the variables: `\sqrt{1/n}` is `1/\sqrt{n}` wherever both are real."""
+    if any(sympy.simplify(form) == 0 for form in (difference, sympy.powsimp(difference, force=True))):
+        return True
+    symbols = sorted(difference.free_symbols, key=str)
+    signed = (dict(zip(symbols, one, strict=True)) for one in signs) if len(signs) <= MOST_SIGNS else ()
+    forms = [
+        difference.xreplace({symbol: sign * sympy.Symbol(symbol.name, positive=True) for symbol, sign in one.items()})
+        for one in signed
+    ]
+    return bool(forms) and all(sympy.simplify(form) == 0 for form in forms)
 
 
 def _verify(expected: Any, given: Any) -> bool:
@@ -111,17 +119,18 @@ def _as_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + digits)}}}{{{10 ** len(digits)}}}"
 
 
-def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """False where the two have different values somewhere; True where they agree or one has no (real) value, as the
-    right side of `\\sqrt{xy} = \\sqrt{x}\\sqrt{y}` for negative x."""
+def _common_signs(left: sympy.Expr, right: sympy.Expr) -> set[tuple[int, ...]] | None:
+    r"""The signs of the variables for which both have a real value at some point, or None where the values differ.
+
+    A value counts where no root or logarithm in it is complex: `\sqrt{x}\sqrt{y}` has none for negative x and y.
+    """
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     partial = [part for side in (left, right) for part in sympy.preorder_traversal(side) if _is_partial(part)]
+    found = set()
     for number in range(POINTS if symbols else 1):
-        point = {
-            symbol: (-1) ** (number >> index % 5)
-            * (sympy.Rational(SIZES[(number + index) % len(SIZES)]) + sympy.Rational(index, 7))
-            for index, symbol in enumerate(symbols)
-        }
+        signs = tuple((-1) ** (number >> index % 5) for index in range(len(symbols)))
+        sizes = (sympy.Rational(SIZES[(number + index) % len(SIZES)]) for index in range(len(symbols)))
+        point = {symbol: sign * size for symbol, sign, size in zip(symbols, signs, sizes, strict=True)}
         if symbols and not all(part.evalf(subs=point).is_real for part in partial):
             continue
         first, second = (side.subs(point).evalf(DIGITS) for side in (left, right))
@@ -130,8 +139,9 @@ def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
         if symbols and not (first.is_real and second.is_real):
             continue
         if sympy.Abs(first - second) > TOLERANCE * sympy.Max(sympy.Abs(first), sympy.Abs(second), TOLERANCE):
-            return False
-    return True
+            return None
+        found.add(signs)
+    return found
 
 
 def _is_partial(part: sympy.Basic) -> bool:
