@@ -6,22 +6,21 @@ import re
 
 from rl_vlm.rewards.text import usual_width
 
-Box = tuple[float, float, float, float]  # x1, y1, x2, y2
-
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _NEXT = rf"(?:px)?[\s,;]+{_NUMBER}"
 # Four numbers, perhaps with a confidence, and two of a point.
 BRACKETS = re.compile(rf"[\[(]\s*({_NUMBER}(?:{_NEXT}){{3}})(?:px)?(?:[\s,;]+(?:0?\.\d+|[01]))?\s*[\])]")
 _POINT = re.compile(rf"[\[(]\s*({_NUMBER}{_NEXT})(?:px)?\s*[\])]")
 _NAMED = re.compile(rf"""(?<![A-Za-z])([A-Za-z_]+\d?)["']?\s*[:=]\s*["']?({_NUMBER})(?![\w.])""")
 _BARE = re.compile(rf"(?<![\w.]){_NUMBER}(?:{_NEXT})*(?![\w.])")
-_CORNERS = ("x0 y0 x1 y1", "x1 y1 x2 y2", "xmin ymin xmax ymax", "left top right bottom")
+# Names of the corners, and of a corner and the size.
+_NAMES = ("x0 y0 x1 y1", "x1 y1 x2 y2", "xmin ymin xmax ymax", "left top right bottom")
 _SIZES = ("x y w h", "x y width height", "left top width height")
 _MOST = 1e9  # a coordinate beyond it is none
 
 
-def box_of(text: str) -> Box | None:
-    """The last box that a text holds in the first of these forms that it has; None without one, or where x2 <= x1."""
+def box_of(text: str) -> tuple[float, float, float, float] | None:
+    """x1, y1, x2, y2 of the last box in the first of these forms that a text has; None without one, or if x2 <= x1."""
     numbers = _numbers_of(usual_width(text))
     if len(numbers) != 4 or not all(abs(number) < _MOST for number in numbers):
         return None
@@ -35,13 +34,10 @@ def _numbers_of(text: str) -> list[float]:
     if len(points := _POINT.findall(text)) > 1:
         return _numbers(" ".join(points[-2:]))
     named = {name.lower().replace("_", ""): float(number) for name, number in _NAMED.findall(text)}
-    for names in map(str.split, _CORNERS):
+    for names in map(str.split, _NAMES + _SIZES):
         if named.keys() >= set(names):
-            return [named[name] for name in names]
-    for names in map(str.split, _SIZES):
-        if named.keys() >= set(names):
-            x, y, width, height = (named[name] for name in names)
-            return [x, y, x + width, y + height]
+            x1, y1, x2, y2 = (named[name] for name in names)
+            return [x1, y1, x1 + x2, y1 + y2] if " ".join(names) in _SIZES else [x1, y1, x2, y2]
     return next((found for run in reversed(_BARE.findall(text)) if len(found := _numbers(run)) == 4), [])
 
 

@@ -24,17 +24,18 @@ _VALUE = (
 _MARK = r"\\(?:(?:measured)?angle|triangle|over(?:line|arc|rightarrow)|arc|widehat|hat|bar|tilde|vec|text)(?![A-Za-z])"
 _SUBSCRIPT = r"_\{(?:\\[A-Za-z]+)?[0-9A-Za-z, {}+-]{0,20}\}"
 _NAME = re.compile(
-    rf"(?!.*\bnot\b)(?:\\(?:det|dim|min|max|lim){_END}(?:_\{{[^{{}}]*\}})? ?)?(?:{_GREEK}|{_VALUE}|{_ARGUMENT}|{_MARK}"
-    rf"|\\angle ?[0-9]{{1,2}}|[A-Za-z]|{_SUBSCRIPT}|\{{(?:{_GREEK} ?|[A-Za-z .]{{1,40}})\}}|'| |\^\\cdot "
+    rf"(?!.*\bnot\b)(?:\\(?:det|dim|min|max|lim){_END}(?:_\{{[^{{}}]*\}})? ?)?(?>{_GREEK}|{_VALUE}|{_ARGUMENT}|\\angle ?[0-9]{{1,2}}|{_MARK}"
+    rf"|[A-Za-z]|{_SUBSCRIPT}|\{{(?:{_GREEK} ?|[A-Za-z .]{{1,40}})\}}|'| |\^\\cdot "
     r"|\|(?:\\(?:overline|vec|overrightarrow)\{)?(?:[A-Z]{2}|z)\}?\||\|\\vec\{[a-z]\}\||\\overset\{\\frown ?\}"
-    rf"|\^\{{-1\}}{_ARGUMENT}){{1,60}}|\\frac\{{d[A-Za-z]\}}\{{d[A-Za-z]\}}|\\chi ?\^\{{2\}}"
+    rf"|\^\{{-1\}}{_ARGUMENT}){{1,60}}+|\\frac\{{d[A-Za-z]\}}\{{d[A-Za-z]\}}|\\chi ?\^\{{2\}}"
 )
 _FUNCTION = rf"\\(?:sin|cos|tan|sec|csc|cot){_END}"
 _ANGLE = rf"[0-9]? ?(?:\\angle ?)?(?:[A-Z]{{1,3}}|[a-z]|{_GREEK}) ?"
-_OF_AN_ANGLE = re.compile(rf"{_FUNCTION}(?:\^\{{[0-9]\}})? ?(?:{_ANGLE}|[({{](?:{_ANGLE}[-+]? ?)+[)}}])")
+_OF_AN_ANGLE = re.compile(rf"{_FUNCTION}(?:\^\{{[0-9]\}})? ?(?:{_ANGLE}|[({{]{_ANGLE}(?:[-+] ?{_ANGLE})*[)}}])")
 _EQUALS = re.compile(r"=(?![^()]*\))")
 _SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]|[0-9]+")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]?[a-z]{2}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z]{2}")
+_ACCENT = re.compile(r"\\(?:bar|hat|tilde)|[{}']|\^\\cdot ?")
 
 
 def is_name(text: str) -> bool:
@@ -71,7 +72,7 @@ def are_rivals(one: str, other: str) -> bool:
         return False
     if (re.match(_FUNCTION, one) is None) != (re.match(_FUNCTION, other) is None) or ("(" in one and "(" in other):
         return one != other
-    backwards = [symbol for symbol in theirs if len(symbol) > 1] + [
-        symbol for symbol in theirs[::-1] if len(symbol) == 1
-    ]
-    return _SYMBOL.sub(".", one) == _SYMBOL.sub(".", other) and ours not in (theirs, backwards)
+    if _ACCENT.sub("", one) == _ACCENT.sub("", other):  # the mean of x is not x
+        return one != other
+    theirs_back = [s for s in theirs if len(s) > 1] + [s for s in theirs[::-1] if len(s) == 1]
+    return _SYMBOL.sub(".", one) == _SYMBOL.sub(".", other) and ours not in (theirs, theirs_back)

@@ -184,7 +184,7 @@ def read_answer(text: str) -> AnswerTree:
     text = _FACTOR.sub(r"\\cdot\1", _MIXED.sub(r"\1", text))
     if not _TUPLE.search(text):  # (1,234) is a point, 1,234 is a number
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    answer = _read_list(text)
+    answer = _read_list(_without_text(text))
     names = {item.name for item in answer.items}
     alternatives = answer.items and not answer.opening and (either or (len(names) == 1 and "" not in names))
     return replace(answer, order="any") if alternatives else answer

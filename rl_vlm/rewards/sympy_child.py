@@ -25,6 +25,7 @@ TOLERANCE = sympy.Float("1e-45", DIGITS)
 SIZES = ("0.3719", "2.6131", "1.8137", "0.4391", "7.2917", "63.1723", "153.719")
 POINTS = 32
 MOST_SIGNS = 8  # beyond which a proof for each would take too long
+Domain = set[tuple[tuple[sympy.Symbol, int], ...]]  # the signs of all variables, of which one is in the domain
 _DECIMAL = re.compile(r"(\d+)\.(\d*)|\.(\d+)")
 _CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
 _FLIPPED = {Eq: Eq, Gt: Lt, Lt: Gt, Ge: Le, Le: Ge}
@@ -72,24 +73,19 @@ def compare(answer: str, truth: str) -> bool:
             return _same_relation(expected, given)
         if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr):
             # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
-            signs = _common_signs(expected, given)
-            return signs is not None and (_verify(expected, given) or _is_zero(expected - given, signs))
+            domain = _common_domain(expected, given)
+            return domain is not None and (_verify(expected, given) or _is_zero(expected - given, domain))
         return _verify(expected, given)
     except _SYMPY_ERRORS as error:
         raise UnparsableError(str(error)) from error
 
 
-def _is_zero(difference: sympy.Expr, signs: set[tuple[int, ...]]) -> bool:
+def _is_zero(difference: sympy.Expr, domain: Domain) -> bool:
     r"""Also where it is so for these signs of the variables: `\sqrt{1/n}` is `1/\sqrt{n}` wherever both are real."""
     if any(sympy.simplify(form) == 0 for form in (difference, sympy.powsimp(difference, force=True))):
         return True
-    symbols = sorted(difference.free_symbols, key=str)
-    signed = (dict(zip(symbols, one, strict=True)) for one in signs) if len(signs) <= MOST_SIGNS else ()
-    forms = [
-        difference.xreplace({symbol: sign * sympy.Symbol(symbol.name, positive=True) for symbol, sign in one.items()})
-        for one in signed
-    ]
-    return bool(forms) and all(sympy.simplify(form) == 0 for form in forms)
+    signed = [{one: sign * sympy.Symbol(one.name, positive=True) for one, sign in signs} for signs in domain]
+    return 0 < len(signed) <= MOST_SIGNS and all(sympy.simplify(difference.xreplace(one)) == 0 for one in signed)
 
 
 def _verify(expected: Any, given: Any) -> bool:
@@ -119,7 +115,7 @@ def _as_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + digits)}}}{{{10 ** len(digits)}}}"
 
 
-def _common_signs(left: sympy.Expr, right: sympy.Expr) -> set[tuple[int, ...]] | None:
+def _common_domain(left: sympy.Expr, right: sympy.Expr) -> Domain | None:
     r"""The signs of the variables for which both have a real value at some point, or None where the values differ.
 
     A value counts where no root or logarithm in it is complex: `\sqrt{x}\sqrt{y}` has none for negative x and y.
@@ -128,7 +124,7 @@ def _common_signs(left: sympy.Expr, right: sympy.Expr) -> set[tuple[int, ...]] |
     partial = [part for side in (left, right) for part in sympy.preorder_traversal(side) if _is_partial(part)]
     found = set()
     for number in range(POINTS if symbols else 1):
-        signs = tuple((-1) ** (number >> index % 5) for index in range(len(symbols)))
+        signs = [(-1) ** (number >> index % 5) for index in range(len(symbols))]
         sizes = (sympy.Rational(SIZES[(number + index) % len(SIZES)]) for index in range(len(symbols)))
         point = {symbol: sign * size for symbol, sign, size in zip(symbols, signs, sizes, strict=True)}
         if symbols and not all(part.evalf(subs=point).is_real for part in partial):
@@ -140,7 +136,7 @@ def _common_signs(left: sympy.Expr, right: sympy.Expr) -> set[tuple[int, ...]] |
             continue
         if sympy.Abs(first - second) > TOLERANCE * sympy.Max(sympy.Abs(first), sympy.Abs(second), TOLERANCE):
             return None
-        found.add(signs)
+        found.add(tuple(zip(symbols, signs, strict=True)))
     return found
 
 
