@@ -24,7 +24,8 @@ _VALUE = (
 _MARK = r"\\(?:(?:measured)?angle|triangle|over(?:line|arc|rightarrow)|arc|widehat|hat|bar|tilde|vec|text)(?![A-Za-z])"
 _SUBSCRIPT = r"_\{(?:\\[A-Za-z]+)?[0-9A-Za-z, {}+-]{0,20}\}"
 _NAME = re.compile(
-    rf"(?!.*\bnot\b)(?:\\(?:det|dim|min|max|lim){_END}(?:_\{{[^{{}}]*\}})? ?)?(?>{_GREEK}|{_VALUE}|{_ARGUMENT}|\\angle ?[0-9]{{1,2}}|{_MARK}"
+    rf"(?!.*\bnot\b)(?:\\(?:det|dim|min|max|lim){_END}(?:_\{{[^{{}}]*\}})? ?)?"
+    rf"(?>{_GREEK}|{_VALUE}|{_ARGUMENT}|\\angle ?[0-9]{{1,2}}|{_MARK}"
     rf"|[A-Za-z]|{_SUBSCRIPT}|\{{(?:{_GREEK} ?|[A-Za-z .]{{1,40}})\}}|'| |\^\\cdot "
     r"|\|(?:\\(?:overline|vec|overrightarrow)\{)?(?:[A-Z]{2}|z)\}?\||\|\\vec\{[a-z]\}\||\\overset\{\\frown ?\}"
     rf"|\^\{{-1\}}{_ARGUMENT}){{1,60}}+|\\frac\{{d[A-Za-z]\}}\{{d[A-Za-z]\}}|\\chi ?\^\{{2\}}"
