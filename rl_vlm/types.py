@@ -184,10 +184,10 @@ MAX_GRAMMAR_CHARS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a sample has to be: JSON that fits the schema `text`, a match of the regular expression, or a sentence of
-    the Lark or GBNF grammar."""
+    """What a sample has to be: JSON that fits the schema `text`, a match of the regular expression, a sentence of the
+    Lark or GBNF grammar, or a list of calls: of the `tools`, name to schema, in the JSON `text`, `several` or one."""
 
-    kind: Literal["json_schema", "regex", "grammar"]
+    kind: Literal["json_schema", "regex", "grammar", "calls"]
     text: str
 
     def __post_init__(self) -> None:
@@ -225,14 +225,18 @@ class SamplingParams:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
+    @property
+    def bound(self) -> bool:
+        """Whether a grammar says which tokens may come next."""
+        return bool(self.choices) or self.grammar is not None or self.max_thought_tokens is not None
+
     def __post_init__(self) -> None:
         # Configurations and requests bound each field; what several values must fulfil together is found here.
         if "" in self.choices or len(set(self.choices)) < len(self.choices):
             raise UserInputError("Choices must be different texts, none of them empty.")
         if self.choices and self.grammar is not None:
             raise UserInputError("Choices are a grammar of their own: leave the other one out.")
-        bound = self.choices or self.grammar is not None or self.max_thought_tokens is not None
-        if bound and (self.min_tokens or self.ignore_eos):
+        if self.bound and (self.min_tokens or self.ignore_eos):
             raise UserInputError("Choices and grammars say where an answer ends: leave min_tokens and ignore_eos out.")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(

@@ -74,6 +74,8 @@ class HTTPSection(Section):
     host: str = Field("127.0.0.1", min_length=1)  # Beyond loopback a token is required.
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port.
     model_name: str | None = Field(None, min_length=1)  # What clients call the model; null: as it was given.
+    # Web pages, such as https://chat.example.org, whose scripts may call the server with its token (CORS).
+    allowed_origins: list[str] = Field([])
     max_body_mib: Positive = 32.0  # One request's body, enforced while it is read.
     max_images: Natural = 16  # Per request.
     max_image_mib: Positive = 10.0  # One image's file.

@@ -9,24 +9,23 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_vlm.engines.base import choice_tokens
+from rl_vlm.engines.grammar_child import sentence
+from rl_vlm.engines.json_schema import json_lark
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import Grammar, SamplingParams, TrajectoryError, UserInputError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MAX_CALLS = 16  # in one answer: a greedy sample may repeat itself without end
 _REMEMBERED = 256  # grammars
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords of names
-_VALUES = ("const", "enum", "default", "example", "examples", "x-guidance")  # keywords of what is no schema
-_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
-_DATE = {"pattern": f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{_LEAP})"}
 _SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
 
 
@@ -64,7 +63,7 @@ class Grammars:
         with self._lock:  # a hostile grammar is built once, not by all threads
             matcher = self._built(grammar)
         if error := matcher.get_error():
-            raise UserInputError(f"The grammar cannot be followed: {_sentence(error)}.")
+            raise UserInputError(f"The grammar cannot be followed: {sentence(error)}.")
         return matcher.deep_copy()
 
     @cached_property
@@ -81,15 +80,13 @@ class Grammars:
 
 
 def as_lark(grammar: Grammar) -> str:
-    """The right-hand side of a rule."""
+    """The right-hand side of a rule. Raises UserInputError."""
     if grammar.kind == "json_schema":
-        try:
-            schema = _sealed(json.loads(grammar.text))
-            if '"discriminator"' in grammar.text:  # branches of a union, as pydantic writes it, of which one can fit
-                schema = {"x-guidance": {"coerce_one_of": True}, **schema}
-            return f"%json {json.dumps(schema)}"
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UserInputError(f"The JSON schema cannot be read: {_sentence(error)}.") from error
+        return json_lark(grammar.text)
+    if grammar.kind == "calls":
+        asked = json.loads(grammar.text)
+        more = f"(/, ?/ call){{0,{MAX_CALLS - 1}}}" if asked["several"] else ""
+        return f'%lark {{\nstart: "[" call {more} "]"\ncall: {call_lark(asked["tools"], "parameters")}\n}}'
     if grammar.kind == "regex":
         pattern = _SLASH.sub(r"\1\\/", grammar.text).replace("\n", r"\n")
         return f"/{pattern}/"
@@ -98,45 +95,16 @@ def as_lark(grammar: Grammar) -> str:
     try:
         return f"%lark {{\n{grammar_from('grammar', grammar.text)}\n}}"
     except (ValueError, RecursionError) as error:
-        raise UserInputError(f"The grammar cannot be read: {_sentence(error)}.") from error
+        raise UserInputError(f"The grammar cannot be read: {sentence(error)}.") from error
 
 
-def _sealed(schema: Any, names: bool = False) -> Any:
-    """The same schema, so written that llguidance lets through what fits it alone. It does not see that a name with
-    escapes, as \\u0061, is one of `properties`, counts a name again that comes again, and lets every year leap."""
-    if not isinstance(schema, dict):
-        return [_sealed(one) for one in schema] if isinstance(schema, list) else schema
-    new = {k: _sealed(v, not names and k in _MAPS) if names or k not in _VALUES else v for k, v in schema.items()}
-    if names:
-        return new
-    new |= {"allOf": [*new.get("allOf", ()), _DATE]} if new.get("format") in ("date", "date-time") else {}
-    more, named = new.get("additionalProperties", True), new.get("properties")
-    if more is not False and "patternProperties" in new:
-        raise UserInputError("The JSON schema has patternProperties, which need additionalProperties: false.")
-    if new.get("minProperties", 0) > len(new.get("required", ())) + 1:
-        raise UserInputError("The JSON schema has minProperties beyond one more than required, which names may repeat.")
-    if more is not False and named:  # a pattern is matched without escapes
-        new["patternProperties"] = {"" if more in (True, {}) else f"^{_others(named)}$": more}
-        new["additionalProperties"] = False
-    return new
-
-
-def _others(names: Collection[str]) -> str:
-    """A regular expression of all texts that are none of these."""
-    tails: dict[str, list[str]] = {}
-    for name in filter(None, names):
-        tails.setdefault(name[0], []).append(name[1:])
-    ways = [re.escape(head) + _others(rest) for head, rest in tails.items()]
-    ways.append(f"[^{''.join(map(re.escape, tails))}](?s:.)*" if tails else "(?s:.)+")
-    return f"({'|'.join(ways + [''] * ('' not in names))})"
-
-
-def _sentence(error: object) -> str:
-    """What llguidance says first, without where in our Lark that is, and its reason, which may come lines later."""
-    first, _, rest = re.sub(r"^(at \d+\(\d+\): |panic: .*)", "", str(error)).partition("\n")
-    why = re.search(r"^error: (.+)$", rest, re.MULTILINE)
-    text = first.replace("regex parse error:", why[1] if why else "").strip(" .") or "it is too large"
-    return text if len(text) <= 200 else f"{text[:80]} ... {text[-115:]}"
+def call_lark(schemas: Mapping[str, Any], key: str) -> str:
+    """The right-hand side of a call of one of some tools, whose arguments stand under `key` and fit the tool's schema.
+    Each schema is a document of its own, so that references within it lead to its own parts."""
+    return " | ".join(
+        f'/\\{{"name": ?/ %json {json.dumps({"const": name})} /, ?"{key}": ?/ {json_lark(json.dumps(schema))} /\\}}/'
+        for name, schema in schemas.items()
+    )
 
 
 def forbidden_tokens(matchers: Sequence[LLMatcher | None], size: int) -> np.ndarray:

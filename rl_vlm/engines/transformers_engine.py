@@ -173,7 +173,7 @@ class TransformersEngine:
     async def _read_grammars(self, requests: Sequence[GenerationRequest]) -> None:
         """Beside decoding: a large grammar takes seconds, and is remembered."""
         for request in requests:
-            if request.sampling.grammar is not None or request.sampling.opened_thought:
+            if request.sampling.bound:
                 with naming(request):
                     await asyncio.to_thread(self._decoder.grammars.matcher, request.sampling)
 

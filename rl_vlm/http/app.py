@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.engines.grammar_check import GrammarCheck
+from rl_vlm.engines.grammars import Grammars
 from rl_vlm.http.adapters import adapter_routes
 from rl_vlm.http.backend import ServeBackend, ServedModel
 from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
@@ -55,6 +57,10 @@ class ModelApp:
         self._backend, self._codec, self._limits = backend, text.codec, limits
         self._reader, self._max_context = RequestReader(text, limits, max_context), max_context
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
+        # One form is checked at a time, beside requests without one.
+        self._forms = ThreadPoolExecutor(1, thread_name_prefix="http-form")
+        self._grammars = Grammars(text)
+        self._form_check = GrammarCheck(self._codec.tokenizer_json(), text.vocab_size, self._codec.end_of_turn_id)
         self._started = int(time.time())
         answered: dict[str, tuple[Any, ...]] = {
             "/v1/chat/completions": (ChatRequest, self._reader.chat, "chatcmpl", ChatReply),
@@ -192,11 +198,18 @@ class ModelApp:
         try:
             loop = asyncio.get_running_loop()
             asked = await loop.run_in_executor(self._threads, read, body, name, model.version)
+            if any(one.request.sampling.bound for one in asked):
+                await loop.run_in_executor(self._forms, self._check_forms, asked)
             return [replace(one, request=replace(one.request, policy=model.policy, exact=model.exact)) for one in asked]
         finally:
             # The handler keeps the body until it has answered, and encoded images may take megabytes.
             for field in {"messages", "images"} & type(body).model_fields.keys():
                 setattr(body, field, [])
+
+    def _check_forms(self, asked: Sequence[Asked]) -> None:
+        """Raise UserInputError for a form that cannot be followed: an engine would fail later, or end."""
+        for lark in {self._grammars.lark(one.request.sampling) for one in asked} - {None}:
+            self._form_check.check(lark or "")
 
     async def _complete(self, asked: GenerationRequest) -> Completion:
         completion = (await self._backend.call([asked]))[0]

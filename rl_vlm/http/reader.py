@@ -16,7 +16,7 @@ from PIL import Image
 
 from rl_vlm.chat import EncodedSpan, Ending, leaves_thought_open
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.grammars import Grammars, as_lark
+from rl_vlm.engines.grammars import MAX_CALLS, as_lark, call_lark
 from rl_vlm.envs.images import BadImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.replies import Asked
@@ -79,7 +79,6 @@ class RequestReader:
 
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         self._text, self._limits, self._max_context = text, limits, max_context
-        self._grammars = Grammars(text)
 
     def chat(self, body: ChatRequest, name: str, version: int) -> list[Asked]:
         """What the engine is asked. Raises RequestError and UserInputError."""
@@ -115,14 +114,10 @@ class RequestReader:
         other = codec.uses("tools") and (codec.uses("<function=") or not codec.uses("<tool_call>"))
         if other or None in marks or (grammar and grammar.kind != "json_schema"):
             return grammar
-        calls = []
-        for function in (tool.function for tool in body.tools):
-            arguments = function.parameters if strict and function.parameters else {"type": "object"}
-            fields = {"name": {"const": function.name}, "arguments": arguments}
-            call = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
-            calls.append(as_lark(Grammar("json_schema", json.dumps(call))))
-        start = f"form | call+\nform: {as_lark(grammar)}" if grammar else "(/(?s:.+)/ | call)*"
-        inside = f"/\\s?/ ({' | '.join(calls)}) /\\s?/"
+        free, functions = {"type": "object"}, [tool.function for tool in body.tools]
+        schemas = {one.name: free if one.parameters and not strict else one.arguments_schema for one in functions}
+        start = f"form | call{{1,{MAX_CALLS}}}\nform: {as_lark(grammar)}" if grammar else "(/(?s:.+)/ | call)*"
+        inside = f"/\\s?/ ({call_lark(schemas, 'arguments')}) /\\s?/"
         return Grammar("grammar", f"start: {start}\ncall: <[{marks[0]}]> {inside} <[{marks[1]}]> /\\s?/")
 
     def completions(self, body: CompletionRequest, name: str, version: int) -> list[Asked]:
@@ -207,7 +202,7 @@ class RequestReader:
         bias = {int(token): value for token, value in body.logit_bias.items()}
         if bias and max(bias) >= self._text.codec.num_known_tokens:
             raise RequestError(400, f"{max(bias)} is no token's id.", param="logit_bias")
-        sampling = SamplingParams(
+        return SamplingParams(
             max_new_tokens=max(wanted if wanted is not None else min(left, most), 1),
             temperature=_temperature(body.temperature),
             top_k=max(body.top_k, 0),
@@ -221,9 +216,6 @@ class RequestReader:
             **{name: getattr(body, name) for name in _AS_SENT},
             **more,  # type: ignore[arg-type]
         )
-        # Here it is the client's error; the engine would fail later.
-        self._grammars.matcher(sampling)
-        return sampling
 
     def _encode(
         self,

@@ -254,7 +254,9 @@ class ChoicesReply(ReplyForm):
         choice = self._choice(new.number, new, last=new.stop_reason is not None, whole=False)
         if not first and not self._has_content(choice):
             return []
-        content = self._content(self.chunk_kind, new.policy_version, [choice], None)
+        options = self._body.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        content = self._content(self.chunk_kind, new.policy_version, [choice], self._usage() if counts else None)
         if first and self._body.return_token_ids:
             fields = choice if self.has_prompts else content
             fields["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()

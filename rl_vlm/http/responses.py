@@ -5,19 +5,26 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rl_vlm.http.replies import Content, ReplyForm
 from rl_vlm.http.schema import ChatRequest
 from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
+
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
 class ResponsesRequest(ChatRequest):
     """OpenAI's request for a response, which is read as a chat: `input` and `instructions` in place of `messages`,
     `text.format` of `response_format`, `max_output_tokens` of `max_completion_tokens`. `n` is 1, and nothing is stored.
     """
+
+    # Comes back with the response.
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        {}, max_length=16
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -35,11 +42,12 @@ class ResponsesRequest(ChatRequest):
             named = form.get("type") == "json_schema"
             chat["response_format"] = {"type": form.get("type"), "json_schema": form} if named else form
         if isinstance(tools := data.get("tools"), list):
-            chat["tools"] = [
-                {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool for tool in tools
-            ]
+            chat["tools"] = [_nested(tool) for tool in tools]
         if isinstance(choice, dict) and isinstance(choice.get("name"), str):
-            chat["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+            chat["tool_choice"] = _nested(choice)
+        elif isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):
+            some = {"mode": choice.get("mode"), "tools": [_nested(tool) for tool in allowed]}
+            chat["tool_choice"] = {"type": choice.get("type"), "allowed_tools": some}
         chat["logprobs"] = bool(chat.get("top_logprobs")) or "message.output_text.logprobs" in (
             data.get("include") or ()
         )
@@ -50,6 +58,13 @@ class ResponsesRequest(ChatRequest):
         if self.n != 1:
             raise ValueError("a response has one sample: leave n out")
         return self
+
+
+def _nested(tool: Any) -> Any:
+    """A tool as a chat has it."""
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": tool.get("type"), "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _messages(items: Any) -> Iterator[dict[str, Any]]:
@@ -204,7 +219,7 @@ class ResponseReply(ReplyForm):
             "tools": [{"type": "function", **tool.function.model_dump()} for tool in body.tools],
             "tool_choice": {"type": "function", "name": body.named_tool} if body.named_tool else choice,
             "instructions": None,
-            "metadata": {},
+            "metadata": body.metadata,
             "store": False,
             **{name: getattr(body, name) for name in ("temperature", "top_p", "parallel_tool_calls")},
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -31,8 +32,24 @@ logger = logging.getLogger("rl_vlm.http")
 M = TypeVar("M", bound=BaseModel)
 
 
+def _shown(name: str) -> str:
+    return name if _NAME.fullmatch(name) else "?"
+
+
 class _In(BaseModel):
+    """An object within a body. Fields that it does not know are ignored, and named where it has a `place`."""
+
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    place: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown(cls, data: Any, info: ValidationInfo) -> Any:
+        if cls.place and isinstance(data, dict) and info.context is not None:
+            known = {alias for name, field in cls.model_fields.items() for alias in (name, str(field.alias))}
+            new = (name for name in data.keys() - known - IGNORED if data[name])
+            info.context.extend(f"{cls.place}.{_shown(name)}" for name in new)
+        return data
 
 
 class TextPart(_In):
@@ -52,10 +69,16 @@ class ImagePart(_In):
             return data
         holder = data.get("image_url", data.get("file", data))
         holder = holder if isinstance(holder, dict) else {"url": holder}
-        uri = next((holder[key] for key in ("url", "image", "file_data") if isinstance(holder.get(key), str)), None)
-        if uri is None:
+        keys = ("url", "image", "file_data", "file_url", "filename")
+        uri, *others = [*(holder[key] for key in keys if isinstance(holder.get(key), str)), ""]
+        if any(_PDF.search(text[:_MAX_SHOWN]) for text in (uri, *others)):
+            raise ValueError("this part is a PDF, and only images are read: send its pages as images")
+        if not uri or uri == holder.get("filename"):
             raise ValueError("this part holds no image: give its data URI")
         return {"type": data.get("type"), "uri": uri}
+
+
+_PDF = re.compile(r"application/pdf|base64,JVBERi|^JVBERi|\.pdf([?#]|$)", re.IGNORECASE)  # JVBERi: %PDF in base64
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -99,12 +122,23 @@ class MessageToolCall(_In):
 
 
 class ChatMessage(_In):
+    place: ClassVar[str] = "messages"
     role: Literal["system", "developer", "user", "tool", "assistant"]
     content: Parts | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = Field(None, max_length=_MAX_ITEMS, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_as_tools(cls, data: Any) -> Any:
+        """OpenAI's older form of a call and its result."""
+        if isinstance(data, dict) and data.get("role") == "function":
+            return {**data, "role": "tool"}
+        if isinstance(data, dict) and isinstance(call := data.get("function_call"), dict):
+            return {**data, "function_call": None, "tool_calls": [{"function": call}]}
+        return data
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -122,10 +156,16 @@ class ChatMessage(_In):
 
 
 class Function(_In):
+    place: ClassVar[str] = "tools.function"
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """What a call's arguments fit: nothing else than the parameters, if these do not say otherwise."""
+        return {"type": "object", "properties": {}, **(self.parameters or {})}
 
 
 class Tool(_In):
@@ -150,8 +190,24 @@ class GenerateRequest(_In):
     temperature: float = Field(0.7, ge=0, le=2)  # 0 is greedy; above it top-p is 0.9.
 
 
+class AllowedTools(_In):
+    """Those of `tools` that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[Tool] = Field(min_length=1, max_length=256)
+
+
+class ToolChoice(_In):
+    """OpenAI's choice of some tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class StreamOptions(_In):
+    place: ClassVar[str] = "stream_options"
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024, fail_fast=True)]
@@ -182,27 +238,50 @@ class NamedSchema(_In):
 
 
 class ResponseFormat(_In):
-    """OpenAI's form of a grammar. A schema always holds, whether `strict` or not."""
+    """OpenAI's form of a grammar, or llama.cpp's with the `schema` beside the type. A schema always holds, whether
+    `strict` or not."""
 
+    place: ClassVar[str] = "response_format"
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    plain: Schema | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        named = self.json_schema is not None
+        if (named and self.type != "json_schema") or (self.type == "json_schema" and not named and self.plain is None):
             raise ValueError("json_schema goes with the type json_schema")
         return self
 
+    @property
+    def schema_text(self) -> str | None:
+        """The schema that the answer fits."""
+        if self.type == "text":
+            return None
+        return self.json_schema.json_schema if self.json_schema else self.plain or _ANY_OBJECT
+
 
 class StructuredOutputs(_In):
-    """vLLM's form of a grammar: one of these."""
+    """vLLM's form of a grammar: one of these, and how JSON is written."""
 
+    place: ClassVar[str] = "structured_outputs"
     json_schema: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Pattern | None = None
     grammar: Pattern | None = None
     choice: Texts | None = None
     structural_tag: None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Pattern | None = None
+    disable_additional_properties: bool | None = None  # so it is, where a schema does not say otherwise
+
+    def spaced(self, schema: str) -> str:
+        """A schema with llguidance's options of how to write it."""
+        options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
+        options |= {"whitespace_pattern": self.whitespace_pattern} if self.whitespace_pattern else {}
+        if not options or not isinstance(root := _parsed(schema), dict):
+            return schema
+        return json.dumps({**root, "x-guidance": options})
 
 
 Form = Grammar | tuple[str, ...]  # what an answer is to be: a grammar's, or one of some texts
@@ -277,25 +356,30 @@ class SampledRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_changes_nothing(cls, data: Any) -> Any:
+    def _without_what_changes_nothing(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"the body has {len(data)} fields: leave out unknown ones")
         known = cls.model_fields.keys() - {"ignored_fields"}
-        given, ignored = dict[str, Any](), list[str]()
+        given = dict[str, Any]()
         for name, value in data.items():
             if value is None or name in IGNORED - known:
                 continue
             if name in known or (name in USUAL and value != USUAL[name]):
                 # JSON has one kind of number, and some clients write 6.0 for 6.
                 given[name] = int(value) if isinstance(value, float) and value.is_integer() else value
-            elif name not in USUAL:
-                ignored.append(name if _NAME.fullmatch(name) else "?")
-        if new := sorted({*ignored[:16]} - _logged) if len(_logged) < _MAX_FIELDS else []:
+            elif name not in USUAL and info.context is not None:
+                info.context.append(_shown(name))
+        return given
+
+    @model_validator(mode="after")
+    def _name_ignored(self, info: ValidationInfo) -> Any:
+        self.ignored_fields = [*dict.fromkeys(info.context or ())][:16]
+        if new := sorted({*self.ignored_fields} - _logged) if len(_logged) < _MAX_FIELDS else []:
             _logged.update(new)
             logger.warning("Clients send fields that are not known here and are ignored: %s.", ", ".join(new))
-        return {**given, "ignored_fields": ignored[:16]} if ignored else given
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Any:
@@ -324,17 +408,15 @@ class SampledRequest(BaseModel):
     @property
     def _forms(self) -> list[tuple[str, Form]]:
         """What the answer is to be, and where the body says so."""
-        asked, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
-        json_object = _ANY_OBJECT if vllm.json_object else None
+        vllm = self.structured_outputs or StructuredOutputs()
         schemas = {"guided_json": self.guided_json, "structured_outputs.json": vllm.json_schema}
-        schemas["structured_outputs.json_object"] = json_object
-        if asked is not None and asked.type != "text":
-            schemas["response_format"] = asked.json_schema.json_schema if asked.json_schema else _ANY_OBJECT
+        schemas["structured_outputs.json_object"] = _ANY_OBJECT if vllm.json_object else None
+        schemas["response_format"] = self.response_format.schema_text if self.response_format else None
         patterns = {"guided_regex": self.guided_regex, "structured_outputs.regex": vllm.regex}
         grammars = {"guided_grammar": self.guided_grammar, "structured_outputs.grammar": vllm.grammar}
         choices = {"guided_choice": self.guided_choice, "structured_outputs.choice": vllm.choice}
         return [
-            *((name, Grammar("json_schema", schema)) for name, schema in schemas.items() if schema is not None),
+            *((name, Grammar("json_schema", vllm.spaced(text))) for name, text in schemas.items() if text is not None),
             *((name, Grammar("regex", text)) for name, text in patterns.items() if text is not None),
             *((name, Grammar("grammar", text)) for name, text in grammars.items() if text is not None),
             *((name, tuple(texts)) for name, texts in choices.items() if texts is not None),
@@ -357,7 +439,8 @@ class ChatRequest(SampledRequest):
     logprobs: bool = False  # Give the log-probability of each sampled token.
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # And of so many alternatives.
     tools: list[Tool] = Field([], max_length=256)  # Functions that the model may call.
-    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # Whether it must call one, or which one.
+    # Whether it must call one, or which one, or some that it may call.
+    tool_choice: Literal["none", "auto", "required", "any"] | Tool | ToolChoice = "auto"
     parallel_tool_calls: bool = True  # false: one call at most.
     add_generation_prompt: bool = True  # Begin a turn of the assistant.
     continue_final_message: bool = False  # Go on with the last message, which is the assistant's.
@@ -372,6 +455,16 @@ class ChatRequest(SampledRequest):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("two tools have the same name")
+        if isinstance(choice := self.tool_choice, ToolChoice):
+            allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+            if allowed - set(names):
+                raise ValueError("tool_choice asks for a tool that is not among tools")
+            self.tools, self.tool_choice = (
+                [one for one in self.tools if one.function.name in allowed],
+                choice.allowed_tools.mode,
+            )
+        elif choice == "any":  # Mistral's word
+            self.tool_choice = "required"
         if (self.tool_choice == "required" and not names) or (self.named_tool and self.named_tool not in names):
             raise ValueError("tool_choice asks for a tool that is not among tools")
         if self.continue_final_message and self.messages[-1].role != "assistant":
@@ -395,20 +488,13 @@ class ChatRequest(SampledRequest):
         forced = [tool.function for tool in self.tools if self.named_tool in ("", tool.function.name)]
         if self.tool_choice in ("none", "auto") or not forced:
             return super()._forms
-        schema = forced[0].parameters or {"type": "object"} if self.named_tool else self._calls(forced)
+        if self.named_tool:
+            form = Grammar("json_schema", json.dumps(forced[0].arguments_schema))
+        else:
+            tools = {function.name: function.arguments_schema for function in forced}
+            form = Grammar("calls", json.dumps({"tools": tools, "several": self.parallel_tool_calls}))
         others = [form for form in super()._forms if form[0] != "response_format"]  # that of answers, which this is not
-        return [*others, ("tool_choice", Grammar("json_schema", json.dumps(schema)))]
-
-    def _calls(self, functions: list[Function]) -> dict[str, Any]:
-        """The schema of a list of calls, as vLLM asks for it. References within parameters point to its root."""
-        items, definitions = [], dict[str, Any]()
-        for function in functions:
-            parameters = dict(function.parameters or {"type": "object", "properties": {}})
-            definitions |= parameters.pop("$defs", {})
-            properties = {"name": {"type": "string", "enum": [function.name]}, "parameters": parameters}
-            items.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
-        most = {} if self.parallel_tool_calls else {"maxItems": 1}
-        return {"type": "array", "minItems": 1, **most, "items": {"anyOf": items}, "$defs": definitions}
+        return [*others, ("tool_choice", form)]
 
 
 TokenId = Annotated[int, Field(ge=0, lt=_MAX_INT)]
@@ -478,7 +564,7 @@ class DetokenizeRequest(BaseModel):
 def parse_body(body: bytes, kind: type[M]) -> M:
     """The body as a model. NaN, lone surrogates and deep nesting are errors. Raises RequestError."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=[])
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     # Outside of the handler: the error holds the client's data.

@@ -14,13 +14,14 @@ from typing import Any
 
 import ray
 from ray import serve
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_config, load_served_config, of_policy
 from rl_vlm.config.recipes import recipe_names
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
-from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import check_quantization, check_weights, load_text_side, quiet_libraries
@@ -84,6 +85,8 @@ def plan(
         config = of_policy(load_config(None, [*defaults, *settings]))
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(config.http.host, token)
+    if config.http.allowed_origins and token is None:
+        raise UserInputError(f"http.allowed_origins lets web pages in: set {TOKEN_VARIABLE} to a secret token.")
     check_quantization(config.serving.quantization)
     model = check_weights(config.model.path)
     if (path / "config.yaml").is_file() and not any(one.startswith("serving.max_context=") for one in settings):
@@ -135,11 +138,15 @@ def keeps_base_model(config: PolicyConfig) -> bool:
 
 def http_app(
     config: PolicyConfig, name: str, run_id: str, handle: Any, adapters: Any, text: TextSide, token: str | None
-) -> Gate:
+) -> ASGIApp:
     """The HTTP application in front of a Serve application's replicas and its `ServedAdapters`."""
     deadline_s, keeps_base = config.http.deadline_s, keeps_base_model(config)
     backend = ServeBackend(handle, adapters, name, run_id=run_id, deadline_s=deadline_s, keeps_base=keeps_base)
-    return ModelApp(backend, text, config.http, max_context=config.serving.max_context, token=token).gate
+    gate = ModelApp(backend, text, config.http, max_context=config.serving.max_context, token=token).gate
+    if not (origins := config.http.allowed_origins):
+        return gate
+    shown = ["X-Request-Id", "X-Ignored-Fields", "Retry-After"]
+    return CORSMiddleware(gate, origins, ["GET", "POST"], ["*"], expose_headers=shown)
 
 
 def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 import ray
 from pydantic import Field
 from ray import serve
+from starlette.types import ASGIApp
 
 from rl_vlm.config import PolicyConfig, Section
 from rl_vlm.config.loading import validated
 from rl_vlm.config.section import Count
 from rl_vlm.envs.address import TOKEN_VARIABLE
-from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
@@ -98,5 +98,5 @@ class HTTPIngress:
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
         await owner.status.remote()
 
-    def __serve_build_asgi_app__(self) -> Gate:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         return http_app(self._config, self._name, self._run_id, self._policy, self._adapters, self._text, self._token)

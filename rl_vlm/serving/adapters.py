@@ -58,6 +58,12 @@ class ServedAdapters:
         if name == limits.model_name or RESERVED.fullmatch(name):
             raise UserInputError(f"The lora adapter {name!r} conflicts with a served model: call it by another name.")
         async with self._one_load:
+            for other in {*self._held, limits.model_name or ""} - {name}:
+                if any(re.fullmatch(rf"{re.escape(one)}-v\d+", two) for one, two in ((name, other), (other, name))):
+                    raise UserInputError(
+                        f"{name!r} and {other!r} cannot both be served, because NAME-vN is version N of NAME: call the "
+                        "lora adapter by another name."
+                    )
             if name not in self._held and len(self._held) > limits.max_adapters:
                 raise UserInputError(f"{limits.max_adapters} adapters are loaded (http.max_adapters): unload one.")
             await self.publish(await asyncio.to_thread(self._read, name, path), path)

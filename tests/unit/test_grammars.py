@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 import regex
 import torch
@@ -18,7 +19,9 @@ from test_engine_sampling import decoder, run
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.grammar_check import GrammarCheck
 from rl_vlm.engines.grammars import Grammars
+from rl_vlm.engines.json_schema import json_lark
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import Grammar, SamplingParams, StopReason, UserInputError
 
@@ -141,6 +144,72 @@ def test_only_what_fits_can_be_said(text: TextSide, section: str) -> None:
         assert accepted == (section == "accepted"), (schema, said)
 
 
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "rejected"),
+    [
+        (A, ['{"a":1}', '{"a": 1}', "{}"], ['{"a":1,"b":2}', '{"a":  1}', '{ "a":1}', '{\n"a":1}']),
+        (A | {"properties": {}}, ["{}"], ['{"a":1}']),
+        (A | {"additionalProperties": True}, ['{"a":1, "b":2}'], ['{"a":"x"}']),
+        ({"type": "object"}, ["{}", '{"a": [1, 2]}'], ['{"a":\n1}']),
+        ({"type": "object", "required": ["a"]}, ['{"a":null}'], ["{}", '{"a":null,"b":1}']),
+        ({"allOf": [A, B]}, ['{"a":1,"b":2}'], ['{"a":1,"b":2,"c":3}']),
+        ({**A, "anyOf": [B, {"required": ["a"]}]}, ['{"a":1,"b":2}', '{"a":1}'], ['{"a":1,"c":2}']),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]}, ['{"a":1,"b":2}'], ['{"c":3}']),
+        ({"$defs": {"A": A}, "type": "array", "items": {"$ref": "#/$defs/A"}}, ['[{"a":1}]'], ['[{"b":1}]']),
+        ({"type": "array", "prefixItems": [{"type": "integer"}]}, ["[1]", "[]"], ["[1,2]"]),
+        (A | {"x-guidance": {"whitespace_flexible": False}}, ['{"a":1}'], ['{"a": 1}']),
+        (A | {"x-guidance": {"whitespace_pattern": "\n?"}}, ['{"a"\n:\n1}'], ['{"a": 1}', '{"a":\n\n1}']),
+        (A | {"x-guidance": {"whitespace_flexible": True}}, ['{\n  "a" : 1 }'], ['{"b":1}']),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_json_is_compact_and_closed_unless_its_schema_says_otherwise(
+    text: TextSide, schema: Any, accepted: list[str], rejected: list[str]
+) -> None:
+    matcher = Grammars(text).matcher(SamplingParams(8, grammar=Grammar("json_schema", as_json(schema))))
+    assert matcher is not None
+    for said in accepted + rejected:
+        own, tokens = matcher.deep_copy(), text.codec.encode_text(said).tolist()
+        fits = own.try_consume_tokens(tokens) == len(tokens) and own.is_accepting()
+        assert fits == (said in accepted), said
+
+
+@pytest.fixture(scope="module")
+def check(text: TextSide) -> GrammarCheck:
+    return GrammarCheck(text.codec.tokenizer_json(), text.vocab_size, text.codec.end_of_turn_id)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        json_lark('{"type": "array", "items": {"type": "boolean"}, "minItems": 1000000000}'),
+        '%json {"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775807}',
+        json_lark('{"$ref": "#"}'),
+        "/(a{1000}){1000}/",
+        '("' + "(" * 20_000,
+    ],
+    ids=lambda lark: lark[:60],
+)
+def test_a_grammar_that_ends_its_reader_is_rejected_and_the_next_one_is_read(check: GrammarCheck, hostile: str) -> None:
+    started = time.monotonic()
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(UserInputError, match="The grammar cannot be followed: "):
+            check.check(f"start: {hostile}")
+    check.check('start: "a"')
+    assert time.monotonic() - started < 30  # of a busy machine
+
+
+def test_a_reader_that_was_killed_is_replaced(check: GrammarCheck) -> None:
+    check.check('start: "b"')
+    (child,) = [one for one in psutil.Process().children() if "grammar_child" in " ".join(one.cmdline())]
+    child.kill()
+    check.check('start: "c"')
+
+
 def test_a_sample_that_llguidance_gives_up_is_not_a_finished_one(text: TextSide, decoder: Decoder) -> None:
     (answer,) = run(decoder, ask(text, "regex", "a{1000000}"))
     assert answer.samples[0].stop_reason is StopReason.LENGTH
@@ -177,8 +246,7 @@ def test_rows_with_and_without_grammars_run_together_and_penalties_hold(text: Te
 
 @pytest.mark.parametrize(
     ("kind", "grammar"),
-    [("regex", "("), ("regex", "(?=a)b"), ("json_schema", "{"), ("json_schema", '{"type": "colour"}'), ("grammar", "start: x"),
-     ("json_schema", '{"type": "array", "items": {"type": "string"}, "maxItems": 100000}')],
+    [("regex", "("), ("regex", "(?=a)b"), ("json_schema", "{"), ("json_schema", '{"type": "colour"}'), ("grammar", "start: x")],
 )  # fmt: skip
 def test_a_grammar_that_cannot_be_followed_is_refused_in_seconds(
     text: TextSide, decoder: Decoder, kind: Any, grammar: str

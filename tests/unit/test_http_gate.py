@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from core_support import picture, text_side
+from core_support import picture, run_config, text_side
 from engine_support import endless
 from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine, wait_until
+from loops import in_loop
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -25,6 +26,7 @@ from rl_vlm.http import gate
 from rl_vlm.http.reader import RequestReader
 from rl_vlm.http.schema import GenerateRequest
 from rl_vlm.http.server import bind, check_exposure
+from rl_vlm.runs.serve import http_app, plan
 from rl_vlm.types import GenerationRequest, Message, SamplingParams, UserInputError
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -341,3 +343,26 @@ def test_every_answer_has_an_id_the_clients_own_where_it_gives_one(server: Serve
     assert given.headers["x-request-id"] == "mine-1"
     ids = {reply.headers["x-request-id"] for reply in (*made, forged)}
     assert len(ids) == 3 and all(len(name) == 32 for name in ids)
+
+
+@in_loop
+async def test_pages_of_allowed_origins_may_call_with_the_token(tiny_folder: Path) -> None:
+    config = run_config(tiny_folder, http__allowed_origins=["https://chat.example.org"])
+    app = http_app(config, "tiny", "run", object(), None, text_side(tiny_folder), "secret")
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for origin, allowed in (("https://chat.example.org", True), ("https://other.example.org", False)):
+            asks = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization",
+            }
+            reply = await client.options("/v1/chat/completions", headers=asks)
+            assert (reply.headers.get("access-control-allow-origin") == origin) == allowed
+            assert (reply.status_code == 200) == allowed
+        reply = await client.get("/version", headers={"Origin": "https://chat.example.org"})
+        assert reply.status_code == 401 and reply.headers["access-control-allow-origin"]
+        reply = await client.get("/version", headers={"Authorization": "Bearer secret"})
+        assert reply.status_code == 200
+    with pytest.raises(UserInputError, match="RL_VLM_API_TOKEN"):
+        plan(str(tiny_folder), ["http.allowed_origins=['https://chat.example.org']"])

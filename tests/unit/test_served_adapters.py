@@ -68,6 +68,28 @@ async def test_a_name_that_is_loaded_again_gets_a_new_version_and_none_comes_twi
 
 
 @in_loop
+@pytest.mark.parametrize(
+    ("first", "second", "collides"),
+    [("x", "x-v1", True), ("x", "x-v2", True), ("x-v1", "x", True), ("x-v1", "x-v1-v1", True), ("tiny-v3", "tiny", True),
+     ("x", "x-v1b", False), ("x", "x-v", False), ("x", "y-v1", False), ("x.", "xy-v1", False)],
+)  # fmt: skip
+async def test_an_adapter_may_not_be_called_as_a_version_of_another_one(
+    folders: Path, tiny_folder: Path, first: str, second: str, collides: bool
+) -> None:
+    adapters = served(Willing(), tiny_folder, folders)
+    await adapters.load(first, "a1")
+    before = await versions(adapters)
+    if not collides:
+        await adapters.load(second, "a2")
+        return
+    with pytest.raises(UserInputError, match="NAME-vN is version N of NAME"):
+        await adapters.load(second, "a2")
+    assert await versions(adapters) == before
+    await adapters.unload(first)
+    await adapters.load(second, "a2")
+
+
+@in_loop
 async def test_a_registry_that_was_restarted_gets_everything_again(folders: Path, tiny_folder: Path) -> None:
     adapters = served(Willing(), tiny_folder, folders)
     await adapters.publish(AdapterPayload.read(folders / "a1", 7))
