@@ -28,7 +28,7 @@ BOUNDS = (
     2**63 - 1,
     2**64,
     3.4e38,
-    -1.8e308,
+    -1.79e308,
     True,
 )
 NAMES = ("a", "b", "foo", "$ref", "", "é", "a/b", "a~b", "properties", "\n", "__proto__", "x" * 300)
