@@ -11,7 +11,7 @@ from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.types import RLVLMError, UserInputError
 
 CPU_S = 0.5  # to read a grammar; the engine that follows it takes as long again
-MEMORY = 256 << 20  # bytes
+MEMORY = 128 << 20  # bytes
 _TIMEOUT_S = 30.0  # of the clock, for CPU_S on a busy machine
 _REMEMBERED = 1024  # verdicts
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CALLS = 16  # in one answer: a greedy sample may repeat itself without end
-_REMEMBERED = 256  # grammars
+_REMEMBERED = 64  # grammars
 _SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
 
 

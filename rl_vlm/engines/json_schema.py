@@ -20,7 +20,7 @@ from referencing.jsonschema import DRAFT202012
 
 from rl_vlm.types import UserInputError
 
-_MAX_STEPS = 20_000  # in one schema: references of references can make it exponentially large
+_MAX_STEPS = 20_000  # through one schema, whose references may multiply
 _MOST = {"Items": 10_000, "Length": 1_000_000, "Properties": 10_000}  # no answer has more; llguidance writes items out
 _LARGEST, _HUGE = 2**63 - 1024, 1e300  # the largest float64 that fits int64; what only float64's own bounds exceed
 _ANY = "\0any"  # stands for all names
@@ -40,7 +40,7 @@ def json_lark(text: str) -> str:
     try:
         schema = json.loads(text)
         if isinstance(schema, dict):
-            schema = {"x-guidance": _options(schema, '"discriminator"' in text), **_Sealing(schema).sealed(schema)}
+            schema = {"x-guidance": _options(schema, '"discriminator"' in text), **_Sealing(schema).whole()}
         return f"%json {json.dumps({} if schema is True else schema)}"
     except RecursionError:
         raise UserInputError("The JSON schema cannot be read: it is nested too deeply.") from None
@@ -64,10 +64,16 @@ class _Sealing:
     """Rewrites one schema so that llguidance follows it, and lets nothing through that does not fit."""
 
     def __init__(self, root: dict[str, Any]) -> None:
-        resource = DRAFT202012.create_resource(root)
+        self._root, resource = root, DRAFT202012.create_resource(root)
         address = resource.id() or ""
         self._resolver = Registry().with_resource(address, resource).resolver(address)
-        self._found, self._steps = dict[int, frozenset[str]](), 0
+        self._found = dict[int, frozenset[str]]()
+        self._opened = dict[tuple[int, frozenset[str]], str]()  # names in `_more` of schemas beside others
+        self._more, self._steps = dict[str, Any](), 0
+
+    def whole(self) -> dict[str, Any]:
+        new: dict[str, Any] = self.sealed(self._root)
+        return {**new, "$defs": {**new.get("$defs", {}), **self._more}} if self._more else new
 
     def sealed(self, schema: Any, beside: frozenset[str] = frozenset()) -> Any:
         """The schema; `beside` is what schemas name that hold for the same object."""
@@ -97,14 +103,21 @@ class _Sealing:
         if isinstance(ref := schema.get("$ref"), str):
             new["$ref"] = quote(ref, safe="/:?#%@!$&'()*+,;=~")
             if names["$ref"] and (others := around("$ref", 0)):  # what it leads to is closed alone
-                del new["$ref"]
-                new["allOf"] = [*new.get("allOf", ()), self.sealed(self._parts(schema, "$ref")[0], others)]
+                new["$ref"] = self._beside(self._parts(schema, "$ref")[0], others)
         if "json-schema.org" not in str(schema.get("$schema")):
             new.pop("$schema", None)
         return _bounded(_without_what_says_nothing(new), around("", 0))
 
+    def _beside(self, schema: Any, others: frozenset[str]) -> str:
+        """A reference to a schema that holds beside schemas which name `others`."""
+        key = (id(schema), others)
+        if key not in self._opened:
+            self._opened[key] = name = f"beside-{len(self._opened)}"
+            self._more[name] = self.sealed(schema, others)
+        return f"#/$defs/{self._opened[key]}"
+
     def _names(self, schema: Any) -> frozenset[str]:
-        """The properties that a schema names, and those that it combines."""
+        """The properties that a schema and its parts name."""
         if not isinstance(schema, dict):
             return frozenset()
         if id(schema) not in self._found:
