@@ -40,7 +40,8 @@ _BODIES: dict[str, type[BaseModel]] = {
 
 # Types of our own as a reader knows them.
 _TYPES = {
-    "BadTexts": "list of str", "Biases": "object of numbers", "Messages": "list of messages", "Pattern": "str",
+    "BadTexts": "list of str", "Biases": "object of numbers", "Choice": "str or object",
+    "Messages": "list of messages", "Pattern": "str",
     "Prompts": "list of these", "ResponseFormat": "object", "Schema": "JSON schema", "StopTexts": "str or list of str",
     "StreamOptions": "object", "StructuredOutputs": "object", "TemplateOptions": "object", "Texts": "list of str",
     "TokenId": "int", "TokenIds": "list of int", "Tool": "object",

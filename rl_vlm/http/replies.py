@@ -255,7 +255,7 @@ class ChoicesReply(ReplyForm):
         if not first and not self._has_content(choice):
             return []
         options = self._body.stream_options
-        counts = options is not None and options.continuous_usage_stats
+        counts = options is not None and options.include_usage and options.continuous_usage_stats
         content = self._content(self.chunk_kind, new.policy_version, [choice], self._usage() if counts else None)
         if first and self._body.return_token_ids:
             fields = choice if self.has_prompts else content

@@ -431,6 +431,15 @@ class SampledRequest(BaseModel):
         return next((form for _, form in self._forms if isinstance(form, tuple)), ())
 
 
+def _plain(choice: Any) -> Any:
+    """The word that some clients wrap into an object: {"type": "auto"}."""
+    return choice["type"] if isinstance(choice, dict) and choice.keys() == {"type"} else choice
+
+
+# "any" is Mistral's word for "required".
+Choice = Annotated[Literal["none", "auto", "required", "any"] | Tool | ToolChoice, BeforeValidator(_plain)]
+
+
 class ChatRequest(SampledRequest):
     """OpenAI's request for a chat, and vLLM's additions."""
 
@@ -440,7 +449,7 @@ class ChatRequest(SampledRequest):
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # And of so many alternatives.
     tools: list[Tool] = Field([], max_length=256)  # Functions that the model may call.
     # Whether it must call one, or which one, or some that it may call.
-    tool_choice: Literal["none", "auto", "required", "any"] | Tool | ToolChoice = "auto"
+    tool_choice: Choice = "auto"
     parallel_tool_calls: bool = True  # false: one call at most.
     add_generation_prompt: bool = True  # Begin a turn of the assistant.
     continue_final_message: bool = False  # Go on with the last message, which is the assistant's.
@@ -463,7 +472,7 @@ class ChatRequest(SampledRequest):
                 [one for one in self.tools if one.function.name in allowed],
                 choice.allowed_tools.mode,
             )
-        elif choice == "any":  # Mistral's word
+        elif choice == "any":
             self.tool_choice = "required"
         if (self.tool_choice == "required" and not names) or (self.named_tool and self.named_tool not in names):
             raise ValueError("tool_choice asks for a tool that is not among tools")

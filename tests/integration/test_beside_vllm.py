@@ -67,15 +67,19 @@ WORDS = [
     "Say <tool_call> twice.",
     "5 + 7 = ?",
 ]
+COMPACT = {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}  # vLLM's JSON has blanks else
 TOOLS = [
     {"type": "function", "function": {"name": "zoom", "description": "Look closer.", "parameters": {
-        "type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"],
-        "additionalProperties": False}}},
+        "type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"], **COMPACT}}},
     {"type": "function", "function": {"name": "stop", "parameters": {
-        "type": "object", "properties": {"why": {"enum": ["red", "no"]}}, "required": ["why"], "additionalProperties": False}}},
+        "type": "object", "properties": {"why": {"enum": ["red", "no"]}}, "required": ["why"], **COMPACT}}},
 ]  # fmt: skip
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"],
-          "additionalProperties": False}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    **COMPACT,
+}
 
 
 def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -131,12 +135,12 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
     if rng.random() < 0.3:
         body |= {
             "tools": TOOLS,
-            "tool_choice": rng.choice(["none", "auto", "required", {"type": "function", "function": {"name": "zoom"}}]),
+            "tool_choice": rng.choice(["none", "auto", {"type": "function", "function": {"name": "zoom"}}]),
         }
         maybe(0.3, parallel_tool_calls=False)
     elif rng.random() < 0.5:
         body |= rng.choice([
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", **COMPACT}}}},
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
             {"structured_outputs": {"regex": "[a-c]{2,5}"}}, {"structured_outputs": {"json": SCHEMA}},
             {"structured_outputs": {"grammar": 'root ::= "red" | "a" [0-9]+'}},
