@@ -91,15 +91,12 @@ def _images_of(members: Sequence[Trajectory]) -> dict[str, list[Any]]:
         image.sha256: Image.open(io.BytesIO(image.png), formats=("PNG",)) for one in members for image in one.images
     }
     images = [[opened[image.sha256] for image in one.images] for one in members]
-    named: dict[str, Any] = members[0].info.get("image_columns", {})
-    return {
-        "images": images,
-        "image": [shown[0] if shown else None for shown in images],
-        **{
-            name: [[shown[n] for n in place] if isinstance(place, list) else shown[place] for shown in images]
-            for name, place in named.items()
-        },
-    }
+
+    def cell(shown: list[Any], place: Any) -> Any:
+        return [shown[n] for n in place] if isinstance(place, list) else None if place is None else shown[place]
+
+    places = {"image": 0 if images[0] else None, **members[0].info.get("image_columns", {})}
+    return {"images": images, **{name: [cell(shown, place) for shown in images] for name, place in places.items()}}
 
 
 async def call_function(

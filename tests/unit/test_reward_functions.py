@@ -131,7 +131,7 @@ def test_all_turns_of_a_conversation_are_shown() -> None:
 def test_functions_see_images_under_the_names_of_their_columns(tmp_path: Path) -> None:
     red, blue = (Image.new("RGB", (size, 9), colour) for size, colour in ((8, "red"), (16, "blue")))
     shown = tuple(map(EncodedImage.from_pil, (red, blue)))
-    places = {"left": 0, "others": [1], "images": [0, 1]}
+    places = {"left": 0, "others": [1], "images": [0, 1], "absent": None}
     members = [
         replace(episode(str(k), (0.0,), 1, prompt="Go", columns={"image": "a.png"}, image_columns=places), images=shown)
         for k in range(2)
@@ -143,6 +143,7 @@ def test_functions_see_images_under_the_names_of_their_columns(tmp_path: Path) -
         return [float(one[1].getpixel((15, 8)) == (0, 0, 255)) for one in images]
 
     def by_key(completions: Any, **kwargs: Any) -> list[float]:
+        assert kwargs.get("absent") in ([None, None], None)
         return [float(one[0].size == (8, 9) and isinstance(one[0], Image.Image)) for one in kwargs["images"]]
 
     for function in (named, by_key):

@@ -41,14 +41,14 @@ class QARow:
     prompt: the question as TRL gives it to reward functions, a text or chat messages with places for the images.
     accepted: the right answers; none where the data have none. columns: the row's other cells, as far as they are JSON,
     for reward functions. image_columns: for each column of images the places of its images among the row's, a list or
-    one number, as the cell is.
+    one number, as the cell is, or None.
     """
 
     messages: tuple[Message, ...]
     prompt: str | list[dict[str, Any]]
     accepted: tuple[str, ...]
     columns: dict[str, Any]
-    image_columns: dict[str, list[int] | int]
+    image_columns: dict[str, list[int] | int | None]
     where: str
 
 
@@ -63,12 +63,12 @@ def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversati
     said = turns.pop() if turns[-1][0] == "assistant" else None  # SFT's data: the last message is the answer
     check_order([role for role, _ in turns])
     images: list[Any] = []
-    image_columns: dict[str, list[int] | int] = {}
+    image_columns: dict[str, list[int] | int | None] = {}
     for name in roles["image"] or ():
         cell, first = row.cells[name], len(images)
         images += as_list(cell)
-        if cell is not None:
-            image_columns[name] = list(range(first, len(images))) if isinstance(cell, list) else first
+        numbers = list(range(first, len(images)))
+        image_columns[name] = numbers if isinstance(cell, list) else next(iter(numbers), None)
     messages = with_images(turns, images, row.image)
     shown = sum(len(message.images) for message in messages)
     if roles["image"] is None and not shown:
