@@ -114,7 +114,7 @@ _INNER = r"(?:[^][(){}]|[({[](?:[^][(){}]|[({[][^][(){}]*[])}])*[])}])*"
 _PART = rf"(?:(?!\\(?:over|choose|text){_END})[^][(){{}},;=<>]|[({{[]{_INNER}[])}}])*+"
 _INFIX = re.compile(rf"({_PART})\\(over|choose){_END}({_PART})(?!\\)")
 # 2{\frac{1}{3}} is a mixed number, and 2\binom{5}{2} none, which the parser takes for one.
-_MIXED, _FACTOR = re.compile(r"(?<=[0-9])\{(\\frac\{[0-9]+\}\{[0-9]+\})\}"), re.compile(r"(?<=[0-9])(\{?\\binom)")
+_MIXED, _FACTOR = re.compile(r"(?<=[0-9]) ?\{(\\frac\{[0-9]+\}\{[0-9]+\})\}"), re.compile(r"(?<=[0-9])(\{?\\binom)")
 # 2/3\pi, 1/2\sqrt{3}, 2/3x: not after a function, as in \sin2/3x, nor before a mixed number or an exponent of ten.
 _QUOTIENT_BEFORE_FACTOR = re.compile(
     r"(?:(?<![0-9.A-Za-z/}])|(?<=\\cdot))([0-9]+(?:\.[0-9]+)?)/([0-9]+(?:\.[0-9]+)?)"
