@@ -6,18 +6,17 @@ import tempfile
 import threading
 from functools import lru_cache
 
-from rl_vlm.child import Child, ChildStartError, CPULimitError
+from rl_vlm.child import Child, ChildStartError
+from rl_vlm.engines.grammar_child import MEMORY
 from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.types import RLVLMError, UserInputError
 
-CPU_S = 0.5  # to read a grammar; the engine that follows it takes as long again
-MEMORY = 128 << 20  # bytes
-_TIMEOUT_S = 30.0  # of the clock, for CPU_S on a busy machine
+_TIMEOUT_S = 30.0  # of the clock, for half a second on a busy machine
 _REMEMBERED = 1024  # verdicts
 
 
 class GrammarCheckError(RLVLMError):
-    """The process that checks grammars does not start.
+    """The process that checks grammars does not answer.
 
     Do: read the reason; the machine may have no memory left.
     """
@@ -35,7 +34,7 @@ class GrammarCheck:
         self._child = self._start()  # so that its imports do not wait for the first grammar
 
     def check(self, lark: str) -> None:
-        """Raise UserInputError for a grammar in Lark that cannot be followed."""
+        """Raise UserInputError for a grammar in Lark that cannot be followed, GrammarCheckError if that is unknown."""
         with self._lock:
             if error := self._verdict(lark):
                 raise UserInputError(f"The grammar cannot be followed: {error}.")
@@ -45,17 +44,11 @@ class GrammarCheck:
             if not self._child.alive:
                 self._child = self._start()
             try:
-                error: str = self._child.ask({"lark": lark}, timeout_s=_TIMEOUT_S, cpu_s=CPU_S)[0]["error"]
+                error: str = self._child.ask({"lark": lark}, timeout_s=_TIMEOUT_S)[0]["error"]
                 return error
-            except ChildStartError as error:
-                raise GrammarCheckError(f"The process that checks grammars: {error}") from error
-            except (CPULimitError, TimeoutError):
-                break
-            except (PeerGoneError, FrameError):
-                if self._child.kill() != "signal SIGKILL":
-                    break
-        self._child = self._start()  # so that it imports while the caller goes on
-        return f"to read it takes more than {CPU_S:g} s or {MEMORY >> 20} MiB: make it smaller"
+            except (ChildStartError, PeerGoneError, FrameError, TimeoutError) as error:
+                reason = error
+        raise GrammarCheckError(f"The process that checks grammars does not answer: {reason!r}.") from reason
 
     def _start(self) -> Child:
         return Child("rl_vlm.engines.grammar_child:prepare", self._arguments, memory=MEMORY)
