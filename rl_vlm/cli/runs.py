@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ def train(
 
     if dry_run:
         obstacles = training.obstacles(run, folder, resume=resume, overwrite=overwrite)
-        _print_findings(run.name, training.inspect_run(run), obstacles)
+        _print_findings(run.name, lambda: training.inspect_run(run), obstacles)
         return
     _print_result(training.train(run, folder, resume=resume, overwrite=overwrite), folder)
 
@@ -89,13 +89,22 @@ def push(
     say(f"Uploaded to {push_to_hub(run, repo, merge=merge, public=public)}")
 
 
-def _print_findings(name: str, findings: Mapping[str, Any], obstacles: Sequence[str] = ()) -> None:
-    for key, value in findings.items():
-        say(f"{key}: {value}")
+def _print_findings(name: str, inspect: Callable[[], Mapping[str, Any]], obstacles: Sequence[str]) -> None:
+    """Print what makes a start impossible, then what is found. Exits with 2 where the run would not start."""
+    from rl_vlm.types import UserInputError
+
     for sentence in obstacles:
         say(f"not here: {sentence}")
-    sound = "nothing is wrong with the configuration, the model and the data"
-    say(f"{name}: {'the run would not start here' if obstacles else sound}.")
+    try:
+        for key, value in inspect().items():
+            say(f"{key}: {value}")
+    except UserInputError as error:
+        if str(error) not in obstacles:  # such as a model that is not here
+            raise
+    if obstacles:
+        say(f"{name}: the run would not start here.")
+        raise typer.Exit(2)
+    say(f"{name}: nothing is wrong with the configuration, the model and the data.")
 
 
 def _run_folder(name: str, run_dir: str | None, config: Path, resume: bool, overwrite: bool) -> str:
@@ -139,7 +148,8 @@ def sft(
     from rl_vlm.runs import sft as tuning
 
     if dry_run:
-        _print_findings(job.name, tuning.inspect_sft(job)[0])
+        obstacles = tuning.sft_obstacles(job, folder, resume=resume, overwrite=overwrite)
+        _print_findings(job.name, lambda: tuning.inspect_sft(job)[0], obstacles)
         return
     _print_result(tuning.sft(job, folder, resume=resume, overwrite=overwrite, progress=say), folder)
 

@@ -176,6 +176,10 @@ class EpisodeEnv(VisionEnv):
         """Check the rows of a data set before training starts; return how many were checked. Raises UserInputError."""
         return 0 if self._rows is None else self._rows.split(split).validate(limit)
 
+    def longest(self, split: Split) -> int:
+        """The item of the most text that `validate` saw, 0 without a data set."""
+        return 0 if self._rows is None else self._rows.split(split).longest
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         super().reset(seed=seed)
         self._open, self.turn = False, 0

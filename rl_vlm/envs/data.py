@@ -78,6 +78,7 @@ class DataTable(Generic[Item]):
         if not self.selected:
             raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
         self.name = f"{source} ({split})"
+        self.longest = 0  # the item of the most text that `validate` saw
         self._schema, self._rows = schema, rows
         self._decoded = lru_cache(CACHED_ITEMS)(partial(self._read, use=decode))
 
@@ -107,9 +108,13 @@ class DataTable(Generic[Item]):
         count = len(self) if limit is None else max(0, min(limit, len(self)))
         findings: list[str] = []
         doubts: list[str] = []
+        most = 0
         for number in range(count):
             try:
-                if doubt := self._schema.doubt(self.outline(number * len(self) // count)):
+                item = self.outline(number * len(self) // count)
+                if (size := len(str(item))) > most:
+                    most, self.longest = size, number * len(self) // count
+                if doubt := self._schema.doubt(item):
                     doubts.append(doubt)
             except BadRowError as error:
                 findings.append(str(error))

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.shape import TARGET_MODULES
+from rl_vlm.models.modules import empty_model
 from rl_vlm.models.weights import (
     DOWN,
     PREFIX,
     UP,
+    AdapterPayload,
     FullPayload,
     LoraSettings,
     WeightPayload,
@@ -28,6 +30,8 @@ from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # takes eight seconds to import, which engines need not wait for
+
+    from rl_vlm.config.serving import LoraSection
 
 _OTHER = re.compile(r"\.(gate|base_layer|lora_\w+(\.\w+)?)$")  # routers of experts, and what adapters consist of
 
@@ -138,6 +142,18 @@ def lora_config(rank: int, alpha: int, target_modules: str, model: Any = None) -
         target_modules=f"{language}|{tower}" if target_modules == "vision" else language,
         task_type="CAUSAL_LM",
     )
+
+
+def check_adapter(payload: AdapterPayload, config: Mapping[str, Any], lora: LoraSection) -> None:
+    """Raise UserInputError unless an adapter has the names and shapes that training has with a model of this config."""
+    model = empty_model(config)
+    pattern = str(lora_config(lora.rank, lora.alpha, lora.target_modules, model).target_modules)
+    wanted: dict[str, Tensor] = {}
+    for name, linear in adaptable_linears(model).items():
+        if re.fullmatch(pattern, name):
+            wanted[PREFIX + name + DOWN] = torch.empty(lora.rank, linear.in_features, device="meta")
+            wanted[PREFIX + name + UP] = torch.empty(linear.out_features, lora.rank, device="meta")
+    check_fits(payload.state(), wanted, "the adapter")
 
 
 def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:

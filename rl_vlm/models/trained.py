@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,21 @@ def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
     return payload
 
 
-def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
-    """The folder that `model.adapter` names, to be printed; nothing without one. Raises as `initial_adapter`."""
+def check_initial_adapter(model: TrainedModelSection, folder: Path) -> dict[str, Any]:
+    """The folder that `model.adapter` names, to be printed; nothing without one. Raises UserInputError where its
+    tensors are not those that training changes in the model of `folder`, by names and shapes."""
     if model.adapter is None:
         return {}
-    initial_adapter(model)
-    return {"adapter": str(find_trained(model.adapter))}
+    from rl_vlm.models.lora import check_adapter  # imports torch
+
+    found, payload = find_trained(model.adapter), initial_adapter(model)
+    try:
+        check_adapter(payload, json.loads((folder / "config.json").read_text(encoding="utf-8")), model.lora)
+    except UserInputError as error:
+        raise UserInputError(
+            f"model.adapter: {found} was trained from another model than {model.path}: {error}"
+        ) from error
+    return {"adapter": str(found)}
 
 
 def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +21,20 @@ from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.reward_functions import call_function, check_function, load_function
 from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, PartResult, RewardPart
 from rl_vlm.rollout.reward_parts import register_reward_part as register_reward_part  # the name that users import
-from rl_vlm.types import RLVLMError, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn, UserInputError
+from rl_vlm.types import (
+    Observation,
+    RLVLMError,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    Turn,
+    UserInputError,
+)
 from rl_vlm.waiting import all_or_none
 
 OWN = "env"  # the environment's own reward
+_TRY_S = 60.0  # for a reward function to reward made answers
 
 
 async def score_group(
@@ -79,6 +91,36 @@ def try_functions(settings: RewardSection, info: Mapping[str, Any]) -> None:
         # Other environments bring what they know with their last reply.
         if part_of(one) not in REWARD_PARTS.values() and "columns" in info:
             check_function(one, info)
+
+
+def try_rewards(
+    settings: RewardSection, shown: Observation, info: Mapping[str, Any], answers: Sequence[str], text: TextSide
+) -> None:
+    """Have the reward functions reward made answers to an observation once. Raises UserInputError."""
+    span = text.codec.encode_prompt(shown.messages)
+    prompt, made = text.expand(span.token_ids, span.images), []
+    for number, said in enumerate(answers):
+        ids = np.append(prompt, text.codec.encode_text(said)).astype(np.int32)
+        mask = np.arange(len(ids)) >= len(prompt)
+        turns = (Turn(len(prompt), len(ids), 0, StopReason.END_OF_TURN),)
+        logprobs = -mask.astype(np.float32)
+        made.append(
+            Trajectory(
+                str(number), ids, mask, logprobs, turns, TrajectoryStatus.COMPLETED, tuple(span.images), info=dict(info)
+            )
+        )
+    no_client: Any = None
+    answered = AnsweredGroup(
+        TrajectoryGroup("made", 0, made), tuple((said,) for said in answers), settings, no_client, text
+    )
+    for one in settings.functions:
+        if (part := part_of(one)) not in REWARD_PARTS.values():  # some of which ask the policy
+            try:
+                with ThreadPoolExecutor(1) as pool:  # a notebook has a loop of its own in this thread
+                    pool.submit(asyncio.run, asyncio.wait_for(compute_part(one.name, part, answered), _TRY_S)).result()
+            except (GroupFailedError, TimeoutError) as error:
+                reason = str(error) or f"it takes more than {_TRY_S:g} s"
+                raise UserInputError(f"env.reward, on the made answers {', '.join(answers)}: {reason}") from error
 
 
 def try_parts(settings: RewardSection, text: TextSide) -> None:

@@ -20,13 +20,15 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.rollout.curriculum import Stages
-from rl_vlm.rollout.scoring import try_functions, try_parts
+from rl_vlm.rollout.scoring import try_functions, try_parts, try_rewards
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import Split, UserInputError
 
+_TURNS = 32  # of a made episode, at most
 
-def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
-    """Open one item of each split and encode it, and look up what learns from it."""
+
+def inspect_policy_run(config: PolicyConfig, answers: bool = True) -> dict[str, Any]:
+    """Open some items of each split and encode them, reward made answers, and look up what learns from them."""
     if config.model.train == "lora" and config.model.lora.target_modules == "none":
         raise UserInputError(
             "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` "
@@ -48,10 +50,12 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     text = load_text_side(folder, config.model.pixels)
     try_parts(config.env.reward, text)
     format_matcher(text, config.rollout.grammar)
-    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
+    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(
+        config.model, folder
+    )
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():
-        inspected = _inspect_part(config, name, text)
+        inspected = _inspect_part(config, name, text, answers)
         sizes[name] = train_size(part, inspected["train_items"])
         summary |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
@@ -88,31 +92,61 @@ def _opened(
         ) from error
 
 
-def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
+def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool) -> dict[str, Any]:
     env_id, summary = config.env.parts[name].id, dict[str, Any]()
     with _opened(config, name) as env:
-        for split in ("train", config.evaluation.split):
+        for split in dict.fromkeys(("train", config.evaluation.split)):
             validate = getattr(env, "validate", None)
             if callable(validate):
                 validate(split)
             size = env.num_items(split)  # type: ignore[arg-type]
             if size == 0:
                 raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
-            observation, info = env.reset(seed=0, options={"index": 0, "split": split})
-            try_functions(config.env.parts[name].reward, info)
-            span = text.codec.encode_prompt(observation.messages)
-            length = len(text.expand(span.token_ids, span.images))
-            if length >= config.serving.max_context:
-                raise UserInputError(
-                    f"The first {split} prompt has {length} tokens and serving.max_context is "
-                    f"{config.serving.max_context}: raise it, or shrink the images."
-                )
-            summary |= {
-                f"{split}_items": size,
-                f"{split}_prompt_tokens": length,
-                f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
-            }
+            for index in _chosen(env, split, size):
+                observation, _ = env.reset(seed=0, options={"index": index, "split": split})
+                span = text.codec.encode_prompt(observation.messages)
+                length = len(text.expand(span.token_ids, span.images))
+                if length >= config.serving.max_context:
+                    raise UserInputError(
+                        f"The {split} prompt of item {index} has {length} tokens and serving.max_context is "
+                        f"{config.serving.max_context}: raise it, leave the item out, or shrink its images."
+                    )
+                if index == 0:
+                    summary |= {
+                        f"{split}_items": size,
+                        f"{split}_prompt_tokens": length,
+                        f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
+                    }
+        _reward_made_answers(config, name, env, text, answers)
     return summary
+
+
+def _chosen(env: VisionEnv, split: Split, size: int | None) -> list[int]:
+    """The first, the middle and the last item, and the one of the most text, where the environment says which it is."""
+    last, longest = 2 if size is None else size - 1, getattr(env, "longest", None)
+    return list(dict.fromkeys((0, last // 2, last, *([longest(split)] if callable(longest) else ()))))
+
+
+def _reward_made_answers(config: PolicyConfig, name: str, env: VisionEnv, text: TextSide, answers: bool) -> None:
+    """Answer the first training item to its end, and have the reward functions reward that; without
+    `answers`, only compare what they take. Raises UserInputError."""
+    part = config.env.parts[name]
+    observation, info = env.reset(seed=0, options={"index": 0, "split": "train"})
+    try_functions(part.reward, info)
+    if not answers:
+        return
+    answer = f"<answer>{info.get('truth', 0)}</answer>"
+    try:
+        for _ in range(_TURNS):
+            _, _, terminated, truncated, last = env.step(answer)
+            info = {**info, **last}
+            if terminated or truncated:
+                break
+        else:
+            return  # what its last reply says is not known
+    except (Exception, SystemExit) as error:  # it is a user's code, which may raise anything
+        raise UserInputError(f"{part.id} does not take the answer {answer!r}: {describe_error(error)}.") from error
+    try_rewards(part.reward, observation, info, (answer, "0"), text)
 
 
 def _open_changed(

@@ -11,14 +11,15 @@ from typing import Any
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import SFTConfig
 from rl_vlm.imports import import_meanwhile, imports_done
-from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import check_weights, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.trained import check_initial_adapter
 from rl_vlm.monitoring.display import SFT_ROWS
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import weights_size
 from rl_vlm.runs.remote_folder import RunDir
-from rl_vlm.runs.run_folder import opened_run_folder
+from rl_vlm.runs.run_folder import check_run_dir, opened_run_folder
+from rl_vlm.runs.surroundings import check_gpus, found_obstacles, gpu_sizes
 from rl_vlm.statistics import wilson_interval
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
 from rl_vlm.types import Trajectory, UserInputError
@@ -28,7 +29,7 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
     """Check model, adapter and every conversation; return what was found, and the data. Raises UserInputError."""
     quiet_libraries()
     folder = resolve_model(job.model.path)
-    summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
+    summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model, folder)
     if job.model.gpu_memory_gib:
         summary["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
     data = open_job_data(job, load_text_side(folder, job.model.pixels), progress)
@@ -39,6 +40,16 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
             summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
     summary["steps"] = total_steps(job, data)
     return summary | weights_size(read_shape(folder).parameters, job.model.dtype), data
+
+
+def sft_obstacles(job: SFTConfig, run_dir: RunDir, *, resume: bool, overwrite: bool) -> list[str]:
+    """As `obstacles` of `rl-vlm train`."""
+    needs_gpu = job.sft.device == "cuda"
+    return found_obstacles(
+        lambda: check_gpus(float(needs_gpu), len(gpu_sizes()) if needs_gpu else 0, job.model.gpu_memory_gib),
+        lambda: check_weights(job.model.path),
+        lambda: check_run_dir(run_dir, resume, overwrite),
+    )
 
 
 def total_steps(job: SFTConfig, data: JobData) -> int:

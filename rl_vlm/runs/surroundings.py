@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rl_vlm.config import CommonConfig
@@ -115,10 +116,29 @@ def check_limits() -> None:
             )
 
 
+def found_obstacles(*checks: Callable[[], object]) -> list[str]:
+    """What these checks raise UserInputError for: a sentence each."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except UserInputError as error:
+            found.append(str(error))
+    return found
+
+
+def check_gpus(needed: float, here: int, size: float | None) -> None:
+    """Raise UserInputError where a run needs GPUs and this machine has none."""
+    if needed and not here:
+        count, of = "one" if needed <= 1 else f"{needed:g}", f" of {size:g} GiB" if size else ""
+        raise UserInputError(f"No GPU here: this run needs {count}{of}. `rl-vlm recipes` names those for CPUs.")
+
+
 def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
     check_limits()
     gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
+    check_gpus(config.needed_gpus, len(gpus), config.model.gpu_memory_gib)
     check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
     if gpus and least and min(gpus) < least:
         raise UserInputError(

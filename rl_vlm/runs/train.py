@@ -17,7 +17,7 @@ from rl_vlm.runs.preference import PreferenceRun, inspect_preference_run
 from rl_vlm.runs.preference_evaluation import evaluate_preference_run
 from rl_vlm.runs.remote_folder import RunDir
 from rl_vlm.runs.run_folder import check_run_dir, opened_run_folder
-from rl_vlm.runs.surroundings import check_resources, joins_cluster
+from rl_vlm.runs.surroundings import check_resources, found_obstacles, joins_cluster
 from rl_vlm.types import UserInputError
 
 
@@ -25,11 +25,14 @@ def kind_of(config: TrainConfig) -> type[Any]:
     return PolicyRun if isinstance(config, PolicyConfig) else PreferenceRun
 
 
-def inspect_run(config: TrainConfig) -> dict[str, Any]:
-    """Check all that can be checked without Ray, and return what was found. Raises UserInputError."""
+def inspect_run(config: TrainConfig, *, answers: bool = True) -> dict[str, Any]:
+    """Check all that can be checked without Ray, and return what was found. Raises UserInputError.
+
+    answers: also have a made answer rewarded. A run does not: a reward function may load a model of its own.
+    """
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
-    return inspect_policy_run(config) if isinstance(config, PolicyConfig) else inspect_preference_run(config)
+    return inspect_policy_run(config, answers) if isinstance(config, PolicyConfig) else inspect_preference_run(config)
 
 
 def evaluate_run(config: TrainConfig, **options: Any) -> dict[str, Any]:
@@ -43,18 +46,11 @@ def evaluate_run(config: TrainConfig, **options: Any) -> dict[str, Any]:
 
 def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: bool) -> list[str]:
     """What would keep the run from starting on this machine, in this folder: a sentence each. Changes nothing."""
-    checks = [
-        lambda: check_run_dir(run_dir, resume, overwrite),
-        lambda: check_weights(config.model.path) if config.serves else None,
+    return found_obstacles(
         lambda: check_resources(config) if not joins_cluster() else None,
-    ]
-    found = []
-    for check in checks:
-        try:
-            check()
-        except UserInputError as error:
-            found.append(str(error))
-    return found
+        lambda: check_weights(config.model.path) if config.serves else None,
+        lambda: check_run_dir(run_dir, resume, overwrite),
+    )
 
 
 @contextmanager
@@ -68,9 +64,9 @@ def opened_run(
 ) -> Iterator[Any]:
     """A run that has been checked, in its folder, before anything starts. Raises UserInputError."""
     run_dir = run_dir or Path("runs") / config.name
-    inspect_run(config)
     if found := obstacles(config, run_dir, resume=resume, overwrite=overwrite):
         raise UserInputError(" ".join(found))
+    inspect_run(config, answers=False)
     with opened_run_folder(run_dir, resume=resume, overwrite=overwrite) as folder:
         run = kind_of(config)(config, folder, resume)
         run.callbacks += callbacks

@@ -60,18 +60,21 @@ def test_large_recipes_pass_a_dry_run_and_state_what_they_need(
     size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
-    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}", f"env.data={FIXTURES}"]) == 0
+    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}", f"env.data={FIXTURES}"]) == 2
     printed = capsys.readouterr().out
-    assert "gpu_memory_gib:" in printed
+    assert "gpu_memory_gib:" in printed and printed.startswith("not here: ")  # neither a GPU nor weights
     billions = float(printed.split("parameters: ")[1].split()[0])
     assert billions == pytest.approx(QWEN3_VL[size][1], rel=0.02)
 
 
 # Without data these play drawn maps and drawn pictures.
 @pytest.mark.parametrize(("recipe", "size"), [("geospot", "2b"), ("geospot", "4b"), ("zoom", "2b")])
-def test_large_recipes_without_data_pass_a_dry_run(recipe: str, size: str, model_folders: dict[str, Path]) -> None:
+def test_large_recipes_without_data_pass_a_dry_run(
+    recipe: str, size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = ROOT / f"configs/{recipe}_qwen3vl_{size}.yaml"
-    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}"]) == 0
+    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}"]) == 2
+    assert "env: " in capsys.readouterr().out
 
 
 def test_recipes_for_data_of_ones_own_pass_a_dry_run(
@@ -79,11 +82,11 @@ def test_recipes_for_data_of_ones_own_pass_a_dry_run(
 ) -> None:
     data = tmp_path / "my-data"
     assert rl_vlm(["sft-example", str(data)]) == 0
-    for name, model, more in (
-        ("qa_tiny", tiny_folder, f"env.data={data}"),
-        ("qa_qwen3vl_2b", model_folders["2b"], f"env.data={data}/train.jsonl"),
+    for name, model, more, code in (
+        ("qa_tiny", tiny_folder, f"env.data={data}", 0),
+        ("qa_qwen3vl_2b", model_folders["2b"], f"env.data={data}/train.jsonl", 2),  # without a GPU and weights
     ):
-        assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", f"model.path={model}", more]) == 0
+        assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", f"model.path={model}", more]) == code
 
 
 @pytest.mark.parametrize("size", QWEN3_VL)
@@ -92,7 +95,7 @@ def test_the_full_fine_tune_of_large_recipes_passes_a_dry_run(
 ) -> None:
     config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
     changes = (f"model.path={model_folders[size]}", f"env.data={FIXTURES}", "model.train=full", "learner.lr=1e-6")
-    assert rl_vlm(["train", str(config), "--dry-run", *changes]) == 0
+    assert rl_vlm(["train", str(config), "--dry-run", *changes]) == 2
     learner = float(capsys.readouterr().out.split("learner ")[1].split()[0])
     # Per parameter: 2 bytes to compute with, and 4 each of master, gradient and two moments.
     assert learner * 2**30 > 18e9 * QWEN3_VL[size][1]

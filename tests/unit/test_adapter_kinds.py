@@ -45,7 +45,7 @@ def test_an_adapter_that_is_no_plain_lora_is_refused_by_its_key(folder: Path, ch
     for read in (
         lambda: read_payload(folder, 1),
         lambda: find_trained(folder, None),
-        lambda: check_initial_adapter(model),
+        lambda: check_initial_adapter(model, folder),
     ):
         with pytest.raises(UserInputError, match=next(iter(changes))):
             read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from core_support import adapted_policy
 from packaging.version import Version
 
 from rl_vlm.cli import doctor
@@ -20,6 +22,7 @@ from rl_vlm.models.loading import check_weights
 from rl_vlm.runs.serve import plan
 from rl_vlm.runs.surroundings import is_loopback
 from rl_vlm.runs.train import inspect_run
+from rl_vlm.supervised.example import write_example
 from rl_vlm.types import UserInputError
 
 GPU = {"name": "NVIDIA H200", "total": 140 * GIB, "free": 139 * GIB}
@@ -248,7 +251,7 @@ def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
     ],
     ids=str,
 )
-def test_a_dry_run_tells_what_the_start_would_refuse(
+def test_a_dry_run_names_what_the_start_would_reject(
     changes: list[str],
     words: str,
     tiny_folder: Path,
@@ -266,7 +269,53 @@ def test_a_dry_run_tells_what_the_start_would_refuse(
     arguments = ["train", config, f"model.path={tiny_folder}", f"--run-dir={tmp_path}/new"]
     arguments += [change.format(folder=tmp_path) for change in changes]
     code, printed = rl_vlm([*arguments, "--dry-run"]), capsys.readouterr()
-    assert (code == 2 and words in printed.err) or (
-        code == 0 and any(words in line for line in printed.out.splitlines() if line.startswith("not here: "))
-    )
+    named = [line for line in printed.out.splitlines() if line.startswith("not here: ")]
+    assert code == 2 and words in "\n".join([printed.err, *named])
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+REWARDS = """
+def raises(completions, **rest):
+    return [one["key"] for one in completions]
+def words(completions, **rest):
+    return ["good" for one in completions]
+async def waits(completions, **rest):
+    raise KeyError("later")
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["env.reward=[{folder}/own.py:raises]"], r"raised TypeError: .*own.py, line 3"),
+        (["env.reward=[{folder}/own.py:words]"], r"gave \['good', 'good'\] for 2 answers"),
+        (["env.reward=[{folder}/own.py:waits]"], r"raised KeyError: 'later' \(.*own.py, line 7\)"),
+        (["env.data={folder}/long.jsonl", "evaluation.split=train"], r"item 137 has \d+ tokens"),
+        (["model.adapter={folder}/adapter", "model.lora={{rank: 16, alpha: 32, target_modules: all}}"], "another model"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_dry_run_rewards_made_answers_finds_long_prompts_and_compares_an_adapter(
+    changes: list[str], words: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    write_example(tmp_path / "data")
+    (tmp_path / "own.py").write_text(REWARDS)
+    rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()]
+    rows[137]["messages"][0]["content"] += "word " * 4500
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for row in rows:
+        row["images"] = [f"data/{name}" for name in row["images"]]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    payload = adapted_policy(tiny_folder, model__lora={"rank": 16, "alpha": 32, "target_modules": "all"}).payload(1)
+    payload.write(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    given = [
+        f"env.data={tmp_path}/data",
+        f"model.path={tiny_folder}",
+        *(one.format(folder=tmp_path) for one in changes),
+    ]
+    if "model.adapter" in changes[0]:  # of `tiny`, which has other layers than `tiny-words`
+        assert config["r"] == 16 and inspect_run(load_config("qa_tiny", given))["adapter"]
+        given.append("model.path=tiny-words")
+    with pytest.raises(UserInputError, match=words):
+        inspect_run(load_config("qa_tiny", given))
