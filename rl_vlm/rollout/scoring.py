@@ -120,7 +120,7 @@ def try_rewards(
                     pool.submit(asyncio.run, asyncio.wait_for(compute_part(one.name, part, answered), _TRY_S)).result()
             except (GroupFailedError, TimeoutError) as error:
                 reason = str(error) or f"it takes more than {_TRY_S:g} s"
-                raise UserInputError(f"env.reward, on the made answers {', '.join(answers)}: {reason}") from error
+                raise UserInputError(f"env.reward, on the answers {', '.join(answers)[:80]}: {reason}") from error
 
 
 def try_parts(settings: RewardSection, text: TextSide) -> None:
