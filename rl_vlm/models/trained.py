@@ -88,7 +88,7 @@ def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
 
 def check_initial_adapter(model: TrainedModelSection, folder: Path) -> dict[str, Any]:
     """The folder that `model.adapter` names, to be printed; nothing without one. Raises UserInputError where its
-    tensors are not those that training changes in the model of `folder`, by names and shapes."""
+    tensors have other names or shapes than training gives them in the model of `folder`."""
     if model.adapter is None:
         return {}
     from rl_vlm.models.lora import check_adapter  # imports torch
