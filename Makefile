@@ -18,7 +18,7 @@ SHARED := $(TEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lowest unit real slow lint acceptance drills requirements audit docs page sbom dist clean
+.PHONY: help install quickstart test lowest unit real slow lint acceptance drills requirements audit docs page sbom dist browser clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -62,7 +62,7 @@ real: install ## Each real thing once: the quickstart run, a server, vLLM, a pre
 test: lint unit real ## All of these three: ten minutes on two cores
 
 slow: install ## Everything else that is no acceptance test: model families, strategies, recipes, fuzzing, the browser
-	$(SHARED) -m "slow and not acceptance" tests/e2e tests/integration tests/security tests/unit
+	$(SHARED) -m "slow and not acceptance" tests/e2e tests/integration $$(grep -rl mark.slow tests/security tests/unit)
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests
@@ -120,6 +120,10 @@ sbom: install ## Write the bill of materials (CycloneDX) of each pinned requirem
 
 page: ## Check and build the page of `rl-vlm view` from viewer/ into the package (Node.js 20 or newer)
 	cd viewer && npm ci --no-audit --no-fund --silent && npm run --silent check && npm run --silent build
+
+browser: ## Install Chromium for the tests of the page, where there is no browser (root, Debian)
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+		apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null
 
 dist: install ## Build the package (wheel and source) into dist
 	rm -rf dist && $(BIN)/uv build --quiet --out-dir dist && ls dist

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 from runs import ROOT, CommandProcess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 AXE = ROOT / "viewer" / "node_modules" / "axe-core" / "axe.min.js"
 VIEWS = ("curves", "episodes", "groups", "evaluation", "sight", "system")
-_QUIET = ("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+_QUIET_LOOKS = 3
+_FLAGS = ("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync")  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def chromium() -> Iterator[Browser]:
     needs_browser()
     sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*_QUIET, *sandbox])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*_FLAGS, *sandbox])
         yield browser
         browser.close()
 
@@ -61,19 +62,25 @@ class Opened:
         self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
-        self.page.on(
-            "request", lambda request: self._is_own(request.url) or self.problems.append(f"asks {request.url}")
-        )
+        self._asked = set[Request]()  # and not answered yet
+        self.page.on("request", self._note_request)
+        for ended in ("requestfinished", "requestfailed"):
+            self.page.on(ended, lambda request: self._asked.discard(request))  # type: ignore[call-overload]
 
-    def _is_own(self, url: str) -> bool:
-        return url.startswith((self.address, "data:", "blob:"))
+    def _note_request(self, request: Request) -> None:
+        self._asked.add(request)
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.problems.append(f"asks {request.url}")
 
     def go(self, place: str) -> Page:
         """Open a place such as `/#/curves/quickstart`, and wait until everything has come."""
         self.page.goto("about:blank")
         self.page.goto(f"{self.address}{place}")
-        self.page.wait_for_load_state("networkidle")
-        self.wait_until(lambda text: not re.search("Reading .* …", text))
+        quiet = 0  # looks in a row: the next request comes right after an answer
+        while quiet < _QUIET_LOOKS:
+            self.wait_until(lambda text: not self._asked and not re.search("Reading .* …", text))
+            self.page.wait_for_timeout(20)
+            quiet = 0 if self._asked else quiet + 1
         return self.page
 
     def wait_until(self, holds: Callable[[str], object], timeout: float = 20) -> float:

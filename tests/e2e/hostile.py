@@ -35,6 +35,9 @@ PAYLOADS = [
     "\\u003cscript\\u003ewindow.pwned=1\\u003c/script\\u003e", "__proto__", "constructor", "toString", "../../../../etc/passwd", "..%2f..%2fsecret.txt", "file:///etc/passwd",
     "\x1b[2J\x1b]0;title\x07", "\x00\x01\x02null", "\x9b31m\x85", "\r\nSet-Cookie: x=1", "\ufeff\u200b", "a" * 5000, "\U000e0041\U000e007f", *(f"user{mark}nimda" for mark in BIDI),
 ]  # fmt: skip
+# What the episodes hold: markup three at a time, because a page is opened for each; the others mean something alone.
+_MARKUP = next(k for k, one in enumerate(PAYLOADS) if one == "__proto__")
+TEXTS = [*(" ".join(PAYLOADS[k : k + 3]) for k in range(0, _MARKUP, 3)), *PAYLOADS[_MARKUP:]]
 
 
 def picture(k: int) -> EncodedImage:
@@ -42,7 +45,7 @@ def picture(k: int) -> EncodedImage:
 
 
 def write_hostile_run(folder: Path) -> None:
-    """Each payload stands in question, answer, thought, tool call, tool reply, info, names and messages of an episode."""
+    """Each text stands in question, answer, thought, tool call, tool reply, info, names and messages of an episode."""
     folder.mkdir(parents=True)
     config = PolicyConfig.model_validate({"logging": {"tensorboard": False, "trajectories_per_dump": 1000}})
     bad_keys = {bad[:60]: bad for bad in PAYLOADS}
@@ -50,7 +53,7 @@ def write_hostile_run(folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True))
     recorder, text = RunRecorder(folder, config), load_text_side(resolve_model("tiny"))
     groups, items = [], []
-    for k, bad in enumerate(PAYLOADS):
+    for k, bad in enumerate(TEXTS):
         ids = text.codec.encode_raw(bad[:200]).astype(np.int32)
         ids = np.concatenate([[text.codec.end_of_turn_id], ids, [text.codec.end_of_turn_id]]).astype(np.int32)
         mask = np.arange(len(ids)) > 0
@@ -87,4 +90,4 @@ def write_hostile_run(folder: Path) -> None:
         recorder.log_evaluation(iteration, {f"accuracy/{bad[:60]}": 0.5 for bad in PAYLOADS[:40]})
     recorder.log_failures(1, dict(zip(map(str, range(len(PAYLOADS))), PAYLOADS, strict=True)))
     recorder.finish({"status": PAYLOADS[1], "error": PAYLOADS[4]})
-    assert pq.read_metadata(folder / "trajectories" / "iteration-000001.parquet").num_rows == 2 * len(PAYLOADS)
+    assert pq.read_metadata(folder / "trajectories" / "iteration-000001.parquet").num_rows == 2 * len(TEXTS)

@@ -106,7 +106,7 @@ MINE = ROOT / "tests" / "fixtures" / "plugins" / "mine.py"
 CHOICES = (
     "env.id=Dots-v0", "env.kwargs={}", "algorithm.estimator=centred_ranks", "algorithm.loss=smooth", "name=mine",
 )  # fmt: skip
-SHORT = ("algorithm.iterations=40", "evaluation.every=0", "evaluation.num_items=128", "serving.num_replicas=1")
+SHORT = ("algorithm.iterations=40", "evaluation.every=0", "evaluation.num_items=64", "serving.num_replicas=1")
 
 
 def test_what_a_plugin_registers_learns_in_every_process(tmp_path: Path) -> None:

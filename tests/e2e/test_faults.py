@@ -18,12 +18,12 @@ ONE_LEARNER_ACTOR = ("learner.num_learners=1", "learner.cpus_per_learner=0.25", 
 @pytest.mark.real
 def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
     # A checkpoint after every iteration: the learner is as likely to die while one is made as anywhere else.
-    short = ("algorithm.iterations=50", "evaluation.num_items=64", "logging.checkpoint_every=1")
+    short = ("algorithm.iterations=28", "evaluation.num_items=64", "logging.checkpoint_every=1")
     with TrainingProcess(tmp_path / "run", *ONE_LEARNER_ACTOR, *short) as run:
-        run.wait_for_iteration(12)
+        run.wait_for_iteration(4)
         for title in (REPLICA, ENV_RUNNER, REGISTRY, LEARNER):
             run.kill(title)
-            run.wait_for_iteration(run.iterations() + 6)
+            run.wait_for_iteration(run.iterations() + 4)
         assert run.wait() == 0, run.output()[-3000:]
         assert run.survivors(grace=60) == []  # Ray's own agents notice later
     result = run.result()
@@ -36,9 +36,14 @@ def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.acceptance)])
 def test_a_signal_saves_a_checkpoint_and_resume_finishes(number: signal.Signals, tmp_path: Path) -> None:
-    arguments = ("algorithm.iterations=24", "evaluation.num_items=64", "serving.num_replicas=1")
+    arguments = (
+        "algorithm.iterations=12",
+        "evaluation.num_items=32",
+        "serving.num_replicas=1",
+        "rollout.num_env_runners=1",
+    )
     with TrainingProcess(tmp_path / "run", *arguments) as run:
-        run.wait_for_iteration(7)
+        run.wait_for_iteration(3)
         run.process.send_signal(number)
         assert run.wait(timeout=120) == 128 + number, run.output()[-3000:]
         assert run.survivors() == []
@@ -46,10 +51,10 @@ def test_a_signal_saves_a_checkpoint_and_resume_finishes(number: signal.Signals,
     assert interrupted["status"] == "interrupted"
     run = finished(tmp_path / "run", *arguments, "--resume")
     result = run.result()
-    assert (result["status"], result["iterations"]) == ("done", 24)
+    assert (result["status"], result["iterations"]) == ("done", 12)
     assert f"Resumed from iteration {interrupted['iterations']}" in run.output()
     rows = (run.run_dir / "progress.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows[1:]] == [str(k) for k in range(1, 25)]
+    assert [row.split(",")[0] for row in rows[1:]] == [str(k) for k in range(1, 13)]
     assert result["accuracy_before"] == interrupted["accuracy_before"]
 
 

@@ -17,7 +17,7 @@ from rl_vlm.models.loading import resolve_model
 @pytest.mark.parametrize(
     ("data", "iterations", "items"),
     [
-        (str(ROOT / "tests/fixtures/geo3k"), 3, 4),
+        (str(ROOT / "tests/fixtures/geo3k"), 2, 4),
         pytest.param(os.environ.get("RL_VLM_GEO3K_DATA"), 20, 52, marks=pytest.mark.acceptance, id="all"),
     ],
 )

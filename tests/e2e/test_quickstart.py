@@ -80,7 +80,14 @@ def test_plain_transformers_and_peft_see_the_same_accuracy(quickstart_run: Path)
 
 def test_eval_of_the_run(quickstart_run: Path, tmp_path: Path) -> None:
     done = rl_vlm(
-        "eval", QUICKSTART, "evaluation.num_items=128", "--run-dir", quickstart_run, "--out", tmp_path / "e.json"
+        "eval",
+        QUICKSTART,
+        "evaluation.num_items=128",
+        "serving.num_replicas=1",
+        "--run-dir",
+        quickstart_run,
+        "--out",
+        tmp_path / "e.json",
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "e.json").read_text())["accuracy/default"] >= 0.85

@@ -45,7 +45,7 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(tuned: Path, tmp
 
 def test_reinforcement_learning_starts_where_fine_tuning_ended(tuned: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    arguments = (f"model.adapter={tuned}", "algorithm.iterations=2", "evaluation.every=1", "evaluation.num_items=128")
+    arguments = (f"model.adapter={tuned}", "algorithm.iterations=2", "evaluation.every=1", "evaluation.num_items=64")
     finished(folder, *arguments, "logging.checkpoint_every=1", "serving.num_replicas=1", timeout=400)
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     assert evaluations[0]["accuracy/default"] >= 0.95  # the first published version has the adapter

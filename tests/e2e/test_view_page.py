@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from browser import VIEWS, Opened, chromium, number, served
-from hostile import BIDI, PAYLOADS, write_hostile_run
+from hostile import BIDI, PAYLOADS, TEXTS, write_hostile_run
 from PIL import Image
 from playwright.sync_api import Browser
 from runs import ROOT, environment, rl_vlm
@@ -166,14 +166,14 @@ def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str) -> N
     """Each of the payloads in questions, answers, thoughts, tool calls, replies, info, names, messages, metrics, failures."""
     assert len(PAYLOADS) >= 50
     listed = answer(address, "runs/hostile/episodes")
-    assert len(listed["id"]) == 3 * len(PAYLOADS)
+    assert len(listed["id"]) == 3 * len(TEXTS)
     marks = "".join([*BIDI, "\x1b", "\x00", "\x9b"])
     opened.page.add_init_script("Object.defineProperty(window, 'pwned', {set() { alert('pwned') }})")
     groups = [
         f"/#/groups/hostile?{httpx.QueryParams({'group': name})}"
-        for name in dict.fromkeys(listed["group"][: 2 * len(PAYLOADS) : 8])
+        for name in dict.fromkeys(listed["group"][: 2 * len(TEXTS) : 8])
     ]
-    episodes = [f"/#/episodes/hostile?open={name}&colour=engine" for name in listed["id"][: 2 * len(PAYLOADS) : 2]]
+    episodes = [f"/#/episodes/hostile?open={name}&colour=engine" for name in listed["id"][: 2 * len(TEXTS) : 2]]
     for place in ("/", *(f"/#/{view}/hostile" for view in VIEWS), *episodes, *groups):
         page = opened.go(place)
         assert not set(page.locator("body").inner_text()) & set(marks), place

@@ -146,6 +146,7 @@ class Dying(PolicyRun):
             self._kill()
 
 
+@pytest.mark.acceptance  # CI kills one in tests/e2e/test_faults.py
 @pytest.mark.timeout(300)
 def test_a_learner_that_dies_beside_an_update_is_replaced(tiny_folder: Path, tmp_path: Path) -> None:
     run = run_config(

@@ -43,13 +43,23 @@ def test_the_environment_of_the_readme_plays(tiny_folder: Path, tmp_path: Path) 
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 0
 
 
+# Beside what a script shows: an iteration takes seconds.
+SMALL = {
+    "rollout.prompts_per_iteration": 4, "rollout.num_env_runners": 1, "serving.num_replicas": 1, "evaluation.num_items": 4,
+    "evaluation.every": 0, "sight.gate": "off",
+}  # fmt: skip
+
+
 def test_the_script_of_the_readme_trains_on_its_data(tiny_folder: Path, tmp_path: Path) -> None:
     block, _ = code_blocks(ROOT / "README.md", "python")
     assert rl_vlm(["sft-example", str(tmp_path / "my-data")]) == 0
-    small = f'overrides={{"model.path": "{tiny_folder}", "algorithm.iterations": 1, "evaluation.num_items": 4, "evaluation.every": 0}})'
+    small = f"overrides={ ({'model.path': str(tiny_folder), 'algorithm.iterations': 1, **SMALL}) })"
     (tmp_path / "train.py").write_text(block.replace("reward=right)", f"reward=right, {small}"))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "runs/qa_tiny" in done.stdout, done.stdout + done.stderr
+    run = tmp_path / "runs/qa_tiny"
+    # A folder knows the function's name alone.
+    assert rl_vlm(["train", str(run / "config.yaml"), "--run-dir", str(run), "--resume"]) == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -139,11 +149,24 @@ def test_own_data_and_a_reward_function_pass_a_dry_run_as_shown(
     runpy.run_path("train.py", run_name="__main__")
 
 
+# After the block of `rl_vlm.serve`.
+GONE = """
+    import httpx
+
+    try:
+        httpx.get(url.replace("/v1", "/health"), timeout=5)
+    except httpx.ConnectError:
+        print("gone")
+"""
+
+
 @pytest.mark.timeout(600)
 def test_scripts_of_the_python_page_run_as_shown(tmp_path: Path) -> None:
     shown = re.findall(r"```python (\S+)\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    small = str(SMALL)[1:-1]
     for name, text in shown:  # a few iterations in place of 60
-        (tmp_path / name).write_text(text.replace('iterations": 60', 'iterations": 4').replace("% 20", "% 2"))
+        text = text.replace('"algorithm.iterations": 60', f'"algorithm.iterations": 4, {small}')
+        (tmp_path / name).write_text(text.replace("% 20", "% 2") + (GONE if name == "ask.py" else ""))
     said = {
         name: subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         for name in ("trainer.py", "ask.py")
@@ -151,7 +174,8 @@ def test_scripts_of_the_python_page_run_as_shown(tmp_path: Path) -> None:
     assert all(done.returncode == 0 for done in said.values()), said
     printed = [line.split() for line in said["trainer.py"].stdout.splitlines()]
     assert [words[0] for words in printed if words[0] in ("2", "4")] == ["2", "4"]
-    assert 0 <= float(printed[-1][0]) <= 1 and said["ask.py"].stdout.strip()
+    answered, *gone = said["ask.py"].stdout.strip().splitlines()
+    assert 0 <= float(printed[-1][0]) <= 1 and answered and gone == ["gone"]
     assert (tmp_path / "runs/mine/adapter").is_dir()
     recipe = str(ROOT / "configs/quickstart.yaml")
     assert rl_vlm(["train", recipe, f"logging.callbacks=[{tmp_path}/early.py:Enough]", "--dry-run"]) == 0

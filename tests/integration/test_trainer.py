@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 import rl_vlm
@@ -110,16 +108,15 @@ def test_what_is_no_callback_is_said_before_anything_starts(tmp_path: Path) -> N
         rl_vlm.Trainer("rl_vlm_f/cartpole_tiny")
 
 
-@pytest.mark.timeout(600)
-def test_a_served_model_answers_inside_the_block_and_is_gone_after_it(tiny_folder: Path) -> None:
-    with rl_vlm.serve(tiny_folder) as url:
-        client = openai.OpenAI(base_url=url, api_key="none")
-        (model,) = client.models.list().data
-        answer = client.chat.completions.create(
-            model=model.id, messages=[{"role": "user", "content": "Hi"}], max_tokens=4
-        )
-        assert answer.choices[0].message.content is not None
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f"{url.removesuffix('/v1')}/health", timeout=5)
+def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(RLVLMError, match=r"did not start: error: .*no-such-folder"), rl_vlm.serve("no-such-folder"):
         pass
+
+
+def test_what_train_cannot_take_is_said_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="not a list: write it to a file"):
+        rl_vlm.train("quickstart", dataset=[{"question": "?"}])  # type: ignore[arg-type]
+    with pytest.raises(UserInputError, match="nowhere"):
+        rl_vlm.train({}, dataset=tmp_path / "nowhere.parquet", reward="exact")
+    with pytest.raises(UserInputError, match="is not a reward function"):
+        rl_vlm.train({"env": {"id": "Shapes-v0"}}, reward="exactly", run_dir=tmp_path / "run")
