@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,17 @@ def complaint(data: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("data", "key", "nearest"), TABLES["an_unknown_key_names_the_nearest_known_one"])
 def test_an_unknown_key_names_the_nearest_known_one(data: dict[str, Any], key: str, nearest: str) -> None:
     assert complaint(data) == f"Unknown config key {key}. Did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(("key", "ours"), TABLES["a_key_of_another_system_leads_to_ours"])
+def test_a_key_of_another_system_leads_to_ours(key: str, ours: str) -> None:
+    assert ours in complaint(apply_overrides({}, {key: 1}))
+
+
+def test_other_systems_names_are_those_of_their_pages() -> None:
+    root = Path(__file__).parents[2]
+    written = runpy.run_path(str(root / "docs/key_names.py"))["table"]()
+    assert (root / "rl_vlm/config/elsewhere.csv").read_text() == written  # python docs/key_names.py writes it
 
 
 # --- values

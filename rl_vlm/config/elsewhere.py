@@ -1,0 +1,34 @@
+"""What other systems call our keys, from the tables of docs/ for their users (docs/key_names.py writes the file)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def _rows() -> dict[str, dict[str, str]]:
+    """By name and by every end of a dotted name; a whole name comes before the end of another."""
+    with (Path(__file__).parent / "elsewhere.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {row["name"]: row for row in reversed(rows)}
+    for row in rows:
+        parts = row["name"].split(".")
+        for start in range(1, len(parts)):
+            found.setdefault(".".join(parts[start:]), row)
+    return found
+
+
+def counterpart(key: str, known: Collection[str]) -> str:
+    """A sentence that says which of the `known` keys a key of another system is; "" if it is none."""
+    parts = key.replace("-", "_").split(".")
+    row = next((row for k in range(len(parts)) if (row := _rows().get(".".join(parts[k:])))), None)
+    if row is None:
+        return ""
+    name = f"{row['system']} calls it {row['name']}" if row["name"] != key else f"It is a key of {row['system']}"
+    if keys := [one for one in row["keys"].split() if one in known and one != key]:
+        same = all(one.rpartition(".")[2] == parts[-1] for one in keys)
+        return f"Did you mean {' or '.join(keys)}?" + ("" if same else f" {name}.")
+    return f"{name}; here: {row['advice']}." if row["advice"] else ""
