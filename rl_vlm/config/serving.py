@@ -124,7 +124,7 @@ class VLLMSection(Section):
 class AutoscalingSection(Section):
     """How the number of replicas follows the load (Ray Serve's autoscaler)."""
 
-    min_replicas: Count = 1  # Autoscaling never stops more than leaves these.
+    min_replicas: Count = 1  # Autoscaling keeps at least this many replicas.
     max_replicas: Count = 1  # Autoscaling never starts more than these.
     # Calls per replica that are aimed at. An env runner's common call counts as one.
     target_ongoing_requests: Positive = 4.0
