@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
-from rl_vlm.config.labels import EndpointSection
+from rl_vlm.config.labels import UNNAMED_MODEL, EndpointSection
 from rl_vlm.envs.address import is_loopback, token_header, url_host
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import (
@@ -63,6 +63,16 @@ class GenerateReply(BaseModel):
     text: str
 
 
+class _Model(BaseModel):
+    id: str
+
+
+class ModelList(BaseModel):
+    """What a server says of the models that it serves."""
+
+    data: list[_Model]
+
+
 class HTTPEndpoint:
     """A server that speaks OpenAI's chat completions, or `plain`ly RL-VLM-F's `/generate`, whose reply is text alone.
 
@@ -75,8 +85,9 @@ class HTTPEndpoint:
     ) -> None:
         url = settings.url or (server_url() if plain else "")
         _check_url(url)
-        self._url = url if plain else f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions"
-        self._settings, self._plain, self._transport = settings, plain, transport
+        self._base = url.rstrip("/").removesuffix("/chat/completions")
+        self._url = url if plain else f"{self._base}/chat/completions"
+        self._settings, self._plain, self._transport, self._model = settings, plain, transport, settings.model
         self._rejected, self._has_answered = set[str](), False
 
     @contextlib.asynccontextmanager
@@ -93,7 +104,23 @@ class HTTPEndpoint:
             trust_env=not is_loopback(self._url),
         )
         async with client:
-            yield lambda question: self._ask(client, question)
+            yield lambda question: self._ask_by_name(client, question)
+
+    async def _ask_by_name(self, client: httpx.AsyncClient, question: Question) -> Answer:
+        """A server that has one model is asked for that one where the settings name none."""
+        try:
+            return await self._ask(client, question)
+        except EndpointError as error:
+            if error.status != 404 or self._plain or self._settings.model != UNNAMED_MODEL:
+                raise
+            served: list[_Model] = []
+            with contextlib.suppress(EndpointError):
+                served = (await self._send(client, "GET", f"{self._base}/models", ModelList, "list of models")).data
+            if len(served) != 1:
+                names = ", ".join(excerpt(model.id, 80) for model in served[:20])
+                raise EndpointError(f"{error} It serves {names}: name one." if names else str(error)) from error
+            self._model = served[0].id
+        return await self._ask(client, question)
 
     async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
         body = {
@@ -103,7 +130,7 @@ class HTTPEndpoint:
         }
         if self._plain:
             return Answer((await self._post(client, body, GenerateReply, "text")).text)
-        body |= {"model": self._settings.model, "seed": question.seed % 2**31}
+        body |= {"model": self._model, "seed": question.seed % 2**31}
         if question.choices and self._settings.logprobs:
             body |= {"logprobs": True, "top_logprobs": 20}
         form = {name: value for name, value in _form(question).items() if name not in self._rejected}
@@ -133,12 +160,16 @@ class HTTPEndpoint:
         return {"role": message.role, "content": [*map(part_of, message.parts)]}
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], kind: type[M], what: str) -> M:
+        return await self._send(client, "POST", self._url, kind, what, json.dumps(body))
+
+    async def _send(
+        self, client: httpx.AsyncClient, method: str, url: str, kind: type[M], what: str, body: str | None = None
+    ) -> M:
         """The reply, which `what` names in an error. Raises EndpointError."""
         import httpx
 
-        url = self._url
         try:
-            async with client.stream("POST", url, content=json.dumps(body)) as response:
+            async with client.stream(method, url, content=body) as response:
                 content = await self._read(response)
         except httpx.HTTPError as error:
             # A server that has never answered may have another address, so it is not waited for. A session waits for it

@@ -66,6 +66,7 @@ def label(
     summary = label_folder(folder, build_labeller(section), target)
     say(json.dumps(summary, indent=2))
     if summary["errors"] == summary["pairs"]:
+        target.unlink()  # it holds the error alone, and would stand in the way of the next try
         raise typer.Exit(1)
 
 

@@ -19,6 +19,9 @@ def names_no_cache(value: str | Path | None) -> bool:
     return value is None or str(value).strip().lower() in ("", "none", "null")
 
 
+UNNAMED_MODEL = "default"  # of an endpoint
+
+
 class TeacherSection(Section):
     """B-Pref's simulated teacher, which labels by the true reward (arXiv 2111.03026, section 4)."""
 
@@ -34,7 +37,7 @@ class EndpointSection(Section):
     """A labeller elsewhere, for `source: endpoint` (OpenAI's chat completions) and `source: generate`."""
 
     url: str = ""  # Empty with `generate`: SERVER_URL, or http://SERVER_HOST:SERVER_PORT/generate.
-    model: str = "default"  # The model's name at the endpoint.
+    model: str = UNNAMED_MODEL  # The model's name at the endpoint; a server that has one model is asked for that one.
     token_env: str = "RL_VLM_LABEL_TOKEN"  # The environment variable that holds the token, if any.
     timeout_s: Positive = 60.0  # How long one request may take.
     logprobs: bool = True  # Ask for the probabilities of the answers; false for endpoints without them.

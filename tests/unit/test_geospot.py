@@ -168,6 +168,14 @@ def test_without_coordinates_the_distance_is_the_farthest() -> None:
     assert not info["within_500km"]
 
 
+@pytest.mark.parametrize(
+    ("weights", "stage"), [((1, 0, 0), 0), ((0.5, 0, 0), 1), ((0.25, 0.35, 0.15), 2.5), ((1, 1, 1), None)]
+)
+def test_weights_of_a_stage_are_known_as_that_stage(weights: tuple[float, ...], stage: float | None) -> None:
+    _, info = make("GeoSpot-v0", countries=8, cities=1, weights=weights).reset(options={"index": 0})
+    assert info["stage_idx"] == (None if stage is None else pytest.approx(stage))
+
+
 def test_stages_weights_and_kernels_change_the_reward() -> None:
     rewards = {}
     for name, kwargs in {

@@ -41,7 +41,7 @@ class Server:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.received.append(request)
-        self.requests.append(json.loads(request.content))
+        self.requests.append(json.loads(request.content or "{}"))
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         status, content, *headers = reply if isinstance(reply, tuple) else (200, reply)
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -58,7 +58,7 @@ def completion(text: str, top: dict[str, float] | None = None, finish: str = "st
 
 
 def endpoint(server: Server, **more: Any) -> HTTPEndpoint:
-    section = EndpointSection(url="http://vlm/v1/", model="qwen", **more)
+    section = EndpointSection(**{"url": "http://vlm/v1/", "model": "qwen", **more})
     return HTTPEndpoint(section, transport=httpx.MockTransport(server))
 
 
@@ -66,6 +66,18 @@ def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabell
     labeller = VLMLabeller(endpoint, PROMPTS, options)
     (label,) = asyncio.run(labeller.label([pair(3, 20)]))
     return label, labeller
+
+
+@pytest.mark.parametrize(("names", "works"), [(["tiny"], True), (["tiny", "small"], False), ([], False)])
+def test_a_server_with_one_model_is_asked_for_that_one(names: list[str], works: bool) -> None:
+    listed = {"data": [{"id": name} for name in names]}
+    server = Server((404, {"error": "no model 'default'"}), listed, completion("0"))
+    label, _ = asked(endpoint(server, model="default"), PLAIN)
+    assert [request.method for request in server.received[:2]] == ["POST", "GET"]
+    if works:
+        assert not label.error and server.requests[2]["model"] == "tiny"
+    else:
+        assert all(name in label.error for name in ("404", *names))
 
 
 def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

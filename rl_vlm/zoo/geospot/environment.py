@@ -18,7 +18,7 @@ from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.answers import parse_answer
 from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
 from rl_vlm.zoo.geospot.names import FARTHEST_KM
-from rl_vlm.zoo.geospot.scoring import LAST_STAGE, TAUS_KM, GroundTruth, field_weights, score, stage_weights
+from rl_vlm.zoo.geospot.scoring import LAST_STAGE, TAUS_KM, GroundTruth, field_weights, score, stage_of, stage_weights
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
@@ -65,8 +65,8 @@ class GeoSpotEnv(EpisodeEnv):
 
     The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is
     missing, ambiguous or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`,
-    `stage`, `stage_weights`, `reward`, `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is
-    `d_coords`, or half the Earth's circumference without one.
+    `stage` (None for weights of no stage), `stage_weights`, `reward`, `d_*` in km (None if missing), `k_*`, and the
+    metrics; `distance_km` is `d_coords`, or half the Earth's circumference without one.
     """
 
     name = "GeoSpot-v0"
@@ -96,8 +96,8 @@ class GeoSpotEnv(EpisodeEnv):
         super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(STREET_VIEWS, data) if data else None)
         if weights is not None and not any(weights):
             raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
-        self.stage = float(stage)
-        self.weights = stage_weights(self.stage) if weights is None else field_weights(*weights)
+        self.stage = float(stage) if weights is None else stage_of(weights)
+        self.weights = stage_weights(stage) if weights is None else field_weights(*weights)
         self.taus = TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
         self.prompt = prompt
         self._drawn = (countries, cities, world.IMAGE_SIZE if image_size is None else image_size)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rl_vlm.zoo.geospot.answers import GeoAnswer
 from rl_vlm.zoo.geospot.gazetteer import Gazetteer, Place
@@ -83,6 +86,16 @@ def stage_weights(stage: float) -> dict[str, float]:
     share = stage - lower
     pairs = zip(STAGE_WEIGHTS[lower], STAGE_WEIGHTS[lower + 1], strict=True)
     return field_weights(*((1 - share) * before + share * after for before, after in pairs))
+
+
+def stage_of(weights: Sequence[float]) -> float | None:
+    """The stage whose (country, region, city) these are; None if no stage has them."""
+    for lower, (before, after) in enumerate(itertools.pairwise(np.array(STAGE_WEIGHTS))):
+        step = after - before
+        share = float((weights - before) @ step / (step @ step))
+        if -1e-9 <= share <= 1 + 1e-9 and np.allclose(before + share * step, weights, atol=1e-9):
+            return lower + share
+    return None
 
 
 def score(
