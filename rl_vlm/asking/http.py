@@ -117,8 +117,10 @@ class HTTPEndpoint:
             with contextlib.suppress(EndpointError):
                 served = (await self._send(client, "GET", f"{self._base}/models", ModelList, "list of models")).data
             if len(served) != 1:
+                if not served:
+                    raise
                 names = ", ".join(excerpt(model.id, 80) for model in served[:20])
-                raise EndpointError(f"{error} It serves {names}: name one." if names else str(error)) from error
+                raise EndpointError(f"{error} It serves {names}: name one.", retryable=False) from error
             self._model = served[0].id
         return await self._ask(client, question)
 

@@ -32,7 +32,7 @@ def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfi
 
 def parse_arguments(given: Sequence[str] | None) -> dict[str, Any]:
     """The arguments of `--env-arg key=value`, with dots for nesting and YAML for values. Raises UserInputError."""
-    from rl_vlm.config.loading import apply_override, parse_override
+    from rl_vlm.config.overrides import apply_override, parse_override
 
     arguments: dict[str, Any] = {}
     for argument in given or ():

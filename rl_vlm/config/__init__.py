@@ -11,7 +11,6 @@ from rl_vlm.config.learner import (
 )
 from rl_vlm.config.loading import (
     TrainConfig,
-    apply_overrides,
     load_config,
     load_served_config,
     load_sft_config,
@@ -20,6 +19,7 @@ from rl_vlm.config.loading import (
     save_config,
 )
 from rl_vlm.config.logging import LoggingSection
+from rl_vlm.config.overrides import apply_overrides
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import (
     PreferenceConfig,

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_vlm.config.loading import TrainConfig, apply_overrides, parse_config, read_yaml, validated
+from rl_vlm.config.loading import TrainConfig, parse_config, read_yaml, validated
+from rl_vlm.config.overrides import apply_overrides
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.section import Count, Section
 from rl_vlm.types import UserInputError

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rl_vlm.config.loading import explain, load_yaml_file
+from rl_vlm.config.complaints import explain
+from rl_vlm.config.loading import load_yaml_file
 from rl_vlm.labelling.templates import TaskPrompts, Templates
 from rl_vlm.types import UserInputError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from rl_vlm.config.loading import load_yaml
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.loading import quiet_libraries, resolve_model, save_model
 from rl_vlm.models.lora import merge_into

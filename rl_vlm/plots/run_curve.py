@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rl_vlm.config.loading import load_yaml
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import whole_lines
 from rl_vlm.plots.figures import COLORS, MARKERS, MUTED, add_legend, new_figure, save_figure
 

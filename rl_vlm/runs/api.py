@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config import CommonConfig, RewardFunction, TrainConfig, apply_overrides, parse_config
-from rl_vlm.config.loading import load_yaml, read_yaml
+from rl_vlm.config.loading import read_yaml
 from rl_vlm.config.recipes import find_config
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs.loading import load_object
 from rl_vlm.monitoring.callbacks import Callback
 from rl_vlm.runs import train as training

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from yaml import YAMLError
 
-from rl_vlm.config.loading import leaves
+from rl_vlm.config.overrides import leaves
 from rl_vlm.files import to_jsonable
 from rl_vlm.runs.api import Run
 from rl_vlm.safe_text import one_line

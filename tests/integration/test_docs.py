@@ -164,16 +164,16 @@ GONE = """
 def test_scripts_of_the_python_page_run_as_shown(tmp_path: Path) -> None:
     shown = re.findall(r"```python (\S+)\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     small = str(SMALL)[1:-1]
-    for name, text in shown:  # a few iterations in place of 60
-        text = text.replace('"algorithm.iterations": 60', f'"algorithm.iterations": 4, {small}')
-        (tmp_path / name).write_text(text.replace("% 20", "% 2") + (GONE if name == "ask.py" else ""))
+    for name, text in shown:  # two iterations in place of 60
+        text = text.replace('"algorithm.iterations": 60', f'"algorithm.iterations": 2, {small}')
+        (tmp_path / name).write_text(text.replace("% 20", "% 1") + (GONE if name == "ask.py" else ""))
     said = {
         name: subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         for name in ("trainer.py", "ask.py")
     }
     assert all(done.returncode == 0 for done in said.values()), said
     printed = [line.split() for line in said["trainer.py"].stdout.splitlines()]
-    assert [words[0] for words in printed if words[0] in ("2", "4")] == ["2", "4"]
+    assert [words[0] for words in printed if words[0] in ("1", "2")] == ["1", "2"]
     answered, *gone = said["ask.py"].stdout.strip().splitlines()
     assert 0 <= float(printed[-1][0]) <= 1 and answered and gone == ["gone"]
     assert (tmp_path / "runs/mine/adapter").is_dir()

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import zeros
 
 from rl_vlm import frames
-from rl_vlm.config.loading import load_yaml
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs import images, isolation
 from rl_vlm.labelling.answers import read_label, read_score
 from rl_vlm.labelling.query_log import text_cell

@@ -14,7 +14,8 @@ from image_corpus import encoded
 
 from rl_vlm import frames
 from rl_vlm.cli.output import ErrorReport
-from rl_vlm.config.loading import _Dumper, load_config, load_yaml
+from rl_vlm.config.loading import load_config
+from rl_vlm.config.yaml_text import Dumper, load_yaml
 from rl_vlm.envs import isolation
 from rl_vlm.envs.images import BadImageError, image_bytes
 from rl_vlm.envs.isolation import ProcessEnv
@@ -56,7 +57,7 @@ def test_a_hostile_configuration_is_one_sentence(text, tmp_path):
     )
 )
 def test_what_yaml_writes_is_read(value):
-    assert load_yaml(yaml.dump(value, Dumper=_Dumper)) == value
+    assert load_yaml(yaml.dump(value, Dumper=Dumper)) == value
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rl_vlm.algorithms.grpo import GRPO
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config, save_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
-from rl_vlm.config.loading import apply_overrides
+from rl_vlm.config.overrides import apply_overrides
 from rl_vlm.control_envs.metaworld_cameras import ORIGINAL_VIEWS, choose_view
 from rl_vlm.types import UserInputError
 

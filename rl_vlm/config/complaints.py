@@ -1,0 +1,87 @@
+"""What is wrong with a configuration, in sentences that say what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_vlm.config.elsewhere import counterpart
+from rl_vlm.config.overrides import leaves
+from rl_vlm.config.policy import PolicyConfig
+from rl_vlm.config.preference import PreferenceConfig
+from rl_vlm.config.section import Section, keys_of, section_of
+from rl_vlm.config.sft import SFTConfig
+
+# What has the keys of each class, in error messages.
+_KINDS: dict[type[Section], str] = {
+    PolicyConfig: "with algorithm.name grpo or ppo",
+    PreferenceConfig: "with algorithm.name preference_sac",
+    SFTConfig: "in `rl-vlm sft`",
+}
+
+
+def explain(error: ValidationError, root: type[Section]) -> str:
+    """All that is wrong with a configuration of class `root`, a sentence in each line."""
+    sentences = (sentence for one in error.errors() for sentence in _sentences(one, root))
+    return "\n".join(dict.fromkeys(sentences))
+
+
+def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
+    # Without the members of a union, of which each has an error.
+    location = [str(part) for part in error["loc"] if part != "str" and "[" not in str(part)]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        # The keys of a section that is another system's.
+        inner = [] if len(location) > 1 or _of_any_kind(key) else [name for name, _ in leaves(error["input"], key)]
+        for name in [name for name in inner if counterpart(name, [*keys_of(root)])] or [key]:
+            yield _unknown(name.split("."), root)
+    elif error["type"] == "value_error":
+        for sentence in str(error["ctx"]["error"]).split("\n"):
+            named = not key or sentence.startswith(key.split(".")[0])
+            yield f"Config: {sentence}." if named else f"Config key {key}: {sentence}."
+    else:
+        shown = repr(error.get("input"))
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        yield f"Config key {key or 'file'}: {error['msg'][0].lower()}{error['msg'][1:]}; got {shown}."
+
+
+def _unknown(location: Sequence[str], root: type[Section]) -> str:
+    section = root
+    for part in location[:-1]:
+        if part in section.model_fields:  # and not a place in a list
+            section = section_of(section.model_fields[part].annotation) or section
+    key, parent = ".".join(location), "".join(f"{part}." for part in location[:-1])
+    meant = _meant(key, parent, [*keys_of(section, parent)], [*keys_of(root)])
+    if root in _KINDS and _of_any_kind(key):
+        advice = f"{meant[0].lower()}{meant[1:]}" if meant else "remove it."
+        return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
+    known = f"Known keys here: {', '.join(section.model_fields)}."
+    return f"Unknown config key {key}. {meant or known}"
+
+
+def _of_any_kind(key: str) -> bool:
+    return any(key in keys_of(kind) for kind in _KINDS)
+
+
+def _meant(key: str, parent: str, beside: Sequence[str], everywhere: Sequence[str]) -> str:
+    """What to write in place of an unknown key, in a sentence; "" if there is no telling. The spelling leads to keys
+    of the same section only."""
+    name = key.removeprefix(parent).lower().replace("-", "_")
+    siblings = [one for one in beside if "." not in one.removeprefix(parent)]
+    typo = _nearest(name, siblings, 0.85)
+    if not typo and (foreign := counterpart(key, everywhere)):
+        return foreign
+    meant = typo or _nearest(name, beside if parent else siblings, 0.78) or _nearest(name, everywhere, 1.0)
+    return f"Did you mean {meant}?" if meant else ""
+
+
+def _nearest(name: str, keys: Iterable[str], cutoff: float) -> str | None:
+    """The first and outermost of the keys whose last part is most like the name, if one is as like as `cutoff`."""
+    known: dict[str, str] = {}
+    for key in sorted(keys, key=lambda key: key.count(".")):
+        known.setdefault(key.rpartition(".")[2], key)
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return known[alike[0]] if alike else None
