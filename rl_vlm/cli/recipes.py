@@ -80,4 +80,4 @@ def init(
     for source in sorted(path for path in _PROJECT.iterdir() if path.is_file()):  # and no __pycache__
         (folder / source.name).write_text(source.read_text().replace(_PLACEHOLDER, name))
         say(f"Wrote {folder / source.name}")
-    say(f"Next: cd {folder}; pytest; rl-vlm train config.yaml")
+    say(f"Next: cd {folder}; pip install pytest; pytest; rl-vlm train config.yaml")

@@ -15,6 +15,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 # Weights in other formats than safetensors are never read.
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.gguf", "original/*"]
 
+_REACH_S = 10.0
 _NOT_CONNECTED = ("ConnectError", "ConnectTimeout", "ConnectionError")
 
 
@@ -60,12 +61,15 @@ def transport_errors() -> tuple[type[Exception], ...]:
 @contextlib.contextmanager
 def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     """Whatever the hub's client raises as one sentence."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import get_session
 
     kind, path = ("data set", f"datasets/{name}") if data else ("model", name)
     unreachable = f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
     broken: tuple[type[Exception], ...] = (*transport_errors(), zipfile.BadZipFile)
     try:
+        if not constants.HF_HUB_OFFLINE:  # once: the client tries five times, with a line for each
+            get_session().head(constants.ENDPOINT, timeout=_REACH_S)
         yield
     except errors.GatedRepoError as error:
         raise UserInputError(

@@ -54,6 +54,9 @@ def resolve_model(name: str, seed: int = 0) -> Path:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError as error:
+        if folder.parent.is_dir():
+            beside = ", ".join(sorted(one.name for one in folder.parent.iterdir() if one.is_dir())[:10])
+            raise UserInputError(f"There is no folder {folder}; in {folder.parent} are: {beside or 'none'}.") from error
         raise UserInputError(
             f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online."
         ) from error

@@ -80,6 +80,7 @@ SFT_ROWS: Rows = (
     ("speed", ("{sft/tokens_per_s:,.0f} tokens/s",)),
     ("policy", ("lr {sft/lr:.2e}",)),
 )
+_BOUNDS = ("accuracy_low/", "accuracy_high/")
 # What an evaluation shows beside its accuracies.
 _HELD_OUT = {"eval/loss": "held-out loss", "reward/success": "held-out return"}
 
@@ -176,12 +177,12 @@ class ProgressDisplay:
         shown = {
             name: float(value)
             for name, value in results.items()
-            if (name.startswith("accuracy/") or name in _HELD_OUT) and value is not None
+            if name.startswith(("accuracy/", "accuracy_low/", "accuracy_high/", *_HELD_OUT)) and value is not None
         }
         self._before = {**shown, **self._before}
         self._latest.update(shown)
         self._latest_iteration = iteration
-        return shown
+        return {name: value for name, value in shown.items() if not name.startswith(_BOUNDS)}
 
     def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
         """Show held-out accuracy, `accuracy/<variant>` of `results`, loss and return."""
@@ -220,10 +221,16 @@ class ProgressDisplay:
         return [(name, value) for name, value in (first, *self._held_out(), *rest, ("dropped", dropped)) if value]
 
     def _held_out(self) -> Iterable[tuple[str, str]]:
+        """The newest evaluation, with its iteration and interval."""
+        at = f" at {self._latest_iteration}" if self._latest_iteration else ""
         for name, latest in self._latest.items():
+            if name.startswith(_BOUNDS):
+                continue
             before = f"{_number(name, self._before[name])} → " if self._latest_iteration else ""
             greedy = " greedy" if name not in _HELD_OUT else ""
-            yield _label(name), f"{before}{_number(name, latest)}{greedy}"
+            bounds = [self._latest.get(f"{bound}{name.removeprefix('accuracy/')}") for bound in _BOUNDS]
+            between = "" if None in bounds else f" ({bounds[0]:.2f} to {bounds[1]:.2f})"
+            yield _label(name), f"{before}{_number(name, latest)}{between}{greedy}{at}"
 
     def _render(self) -> RenderableType:
         width = self._console.width

@@ -22,8 +22,8 @@ def blind(results: Mapping[str, float]) -> str:
         return ""
     return (
         f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones "
-        "[sight/accuracy_gap]. Either the questions need none, or the policy has collapsed to one answer (see "
-        "policy/entropy; a smaller learner.lr helps)."
+        "[sight/accuracy_gap]. Either the questions need none, or the policy has collapsed to one answer: look "
+        "at policy/entropy and at the answers."
     )
 
 

@@ -181,6 +181,16 @@ def _keeping_our_signal_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, ours)
 
 
+def _make_token() -> None:
+    """A token where there is none, in the file where Ray would keep it, which Ray would let others read."""
+    path = Path("~/.ray/auth_token").expanduser()
+    if not can_write(path.parent):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    elif not path.exists():
+        with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+            file.write(secrets.token_hex(32))
+
+
 @contextmanager
 def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
     """Connect to Ray for the length of a run. A private cluster offers `more` custom resources and ends with it."""
@@ -197,8 +207,8 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         if moved:
             logger.warning("%s", moved)
         token_is_given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-        if not token_is_given and not can_write(Path("~/.ray").expanduser()):  # where Ray would keep one
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        if not token_is_given:
+            _make_token()
         with _keeping_our_signal_handler():
             _init_with_retry(
                 address="local",

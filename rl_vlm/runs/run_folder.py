@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Ray unpacks a job's working directory below a folder of this name, and deletes it with the cluster or before.
 _JOB_COPIES = "working_dir_files"
+_LEAST_FREE = 8 << 20  # bytes; a short run of a tiny model writes 2.4 MB
 _PATIENCE_S = 10.0  # with another process that writes to the folder: it may be ending
 
 
@@ -79,8 +81,10 @@ def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserInputError(f"{folder} is a file: choose another --run-dir.")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not can_write(there):
-        raise UserInputError(f"Cannot write to {there}, or it is full: choose another --run-dir than {folder}.")
+    if not can_write(there, 0):
+        raise UserInputError(f"Cannot write to {there}: choose another --run-dir than {folder}.")
+    if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
+        raise UserInputError(f"{there} has {free >> 20} MB left: choose another --run-dir than {folder}, or free some.")
     if not folder.is_dir() or not any(folder.iterdir()) or (overwrite and not resume):
         return
     if not resume:

@@ -80,12 +80,12 @@ def ray_folder() -> tuple[Path, str]:
     raise UserInputError(f"{wanted} {_PROBLEM}: set RAY_TMPDIR to a short folder that is yours.")
 
 
-def can_write(folder: Path) -> bool:
-    """Whether a folder, which is made where it is missing, takes files and has some room for them."""
+def can_write(folder: Path, least_free: int = _LEAST_FREE) -> bool:
+    """Whether a folder, which is made where it is missing, takes files and has `least_free` bytes for them."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        return shutil.disk_usage(folder).free >= _LEAST_FREE
+        return shutil.disk_usage(folder).free >= least_free
     except OSError:
         return False
 

@@ -89,6 +89,21 @@ def test_a_mismatch_that_grows_tenfold_is_told_once(values, alarms):
     assert out.getvalue().count("algorithm.mismatch=mask") == alarms
 
 
+def test_accuracy_before_and_latest_are_shown_for_every_variant():
+    display, _, out = plain(total=10)
+    with display:
+        display.evaluation(0, {"accuracy/default": 0.25, "accuracy/no tool": 0.1, "accuracy/lost": None})
+        display.evaluation(
+            10,
+            {
+                "accuracy/default": 0.9, "accuracy_low/default": 0.85, "accuracy_high/default": 0.94,
+                "accuracy/no tool": 0.6,
+            },
+        )  # fmt: skip
+        display.update(10, METRICS)
+    assert "accuracy 0.250 → 0.900 (0.85 to 0.94) greedy at 10 | no tool 0.100 → 0.600 greedy at 10" in lines(out)[-1]
+
+
 # The panel
 
 
