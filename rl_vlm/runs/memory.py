@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
+from rl_vlm.engines.vllm_limits import check_kernels
 from rl_vlm.machine import multiplies_bfloat16
 from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import builtin_models, resolve_model
@@ -98,6 +99,8 @@ def _card(card: Card, gpus: int) -> Iterator[str]:
 
 
 def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
+    """The plan by names. Raises UserInputError for a model that the engine cannot run."""
+    check_kernels(config, folder)
     plan = make_plan(config, folder=folder)
     summary = weights_size(plan.parameters, config.model.dtype)
     if config.needed_gpus:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_vlm.engines.vllm_limits import CPU_HEADS
 from rl_vlm.models.families import family_of, make_backbone
 from rl_vlm.models.families.family import Family
 from rl_vlm.models.images import TextSide
@@ -29,7 +30,7 @@ def report(name: str) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family, shape = family_of(config["model_type"]), read_shape(folder)
     backbone = make_backbone(empty_model(config), text.images, np.empty(0, dtype=np.int64))
-    codec = text.codec
+    codec, heads = text.codec, shape.text.head_dim
     return {
         "model": str(folder),
         "family": config["model_type"],
@@ -38,6 +39,7 @@ def report(name: str) -> dict[str, Any]:
         "decoding (transformers engine)": "fast" if family.text_model else "generic",
         "samples of a prompt share a row": backbone.packs,
         "vLLM knows it": _vllm_knows(config),
+        "vLLM runs it on a CPU": heads in CPU_HEADS or f"no: its heads have {heads} dimensions",
         "end of a turn": codec.token_bytes(codec.end_of_turn_id).decode(),
         f"tokens of a {_SIDE}² picture": text.images.count_tokens(_SIDE, _SIDE),
         "system messages": _renders(text, ("system", "user")),

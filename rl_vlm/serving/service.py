@@ -30,6 +30,7 @@ from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import CommonConfig
+from rl_vlm.engines.vllm_limits import check_kernels
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import (
@@ -63,6 +64,7 @@ class PolicyService:
 
     def __init__(self, config: CommonConfig, name: str, model: ModelReference) -> None:
         self.model, self._config, self._serving = model, config, config.serving
+        check_kernels(config, model.folder)
         self._shared = config.serving.shared
         self.run_id = shared_id(self._shared) if self._shared else name
         self.key = PolicyKey(name) if self._shared else OWN

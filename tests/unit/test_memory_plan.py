@@ -21,6 +21,7 @@ from transformers import (
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
 from rl_vlm.engines.memory import KV, kv_cache_bytes, max_kv_tokens, replica_parts
+from rl_vlm.engines.vllm_limits import CPU_HEADS, check_kernels
 from rl_vlm.learning.memory import layer_bytes_per_token
 from rl_vlm.models.families import generic
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
@@ -30,6 +31,7 @@ from rl_vlm.models.memory.reading import read_shape, shape_of_config
 from rl_vlm.models.memory.shape import ELEMENT, GIB, gib
 from rl_vlm.runs.memory import make_plan, object_store_mib, shape_of
 from rl_vlm.runs.memory_plan import plan_memory
+from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OTHERS = json.loads((Path(__file__).parents[1] / "fixtures/other_shapes.json").read_text())
@@ -354,3 +356,16 @@ def test_keys_and_values_get_what_a_replica_has_memory_for(tiny_folder: Path) ->
     )
     assert whole < 0.85 * 8 * GIB // each and whole - half == pytest.approx(0.85 * 4 * GIB / each, rel=1e-6)
     assert limit(free=1) == 4096  # one sample
+
+
+def test_a_model_that_vllm_has_no_kernels_for_is_rejected(tiny_folder: Path, wide_folder: Path) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
+    narrow, wide = (
+        load_config(None, [f"model.path={folder}", "serving.engine=vllm"]) for folder in (tiny_folder, wide_folder)
+    )
+    with pytest.raises(UserInputError, match="16 dimensions"):
+        check_kernels(narrow, tiny_folder)
+    check_kernels(wide, wide_folder)
+    check_kernels(load_config(None, [f"model.path={tiny_folder}"]), tiny_folder)
