@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,7 +28,7 @@ class Lifecycle:
     death: str = ""  # why, once it is dead
     last_progress: float = float("-inf")
     _failing_since: float | None = None
-    _progress: int = -1
+    _progress: int = 0  # of a new engine, which so has to prove that it works before it counts as running
 
     @property
     def state(self) -> ReplicaState:
@@ -72,6 +73,11 @@ class Lifecycle:
         """Whether the engine must generate a token to prove that it can: always while suspect, never while asleep."""
         silent = self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
         return silent and not (self.death or self.asleep)
+
+    @property
+    def proven(self) -> bool:
+        """Whether the engine has ever generated a token."""
+        return math.isfinite(self.last_progress)
 
     def pass_probe(self, now: float) -> None:
         """The engine has generated that token, or works on others."""

@@ -290,6 +290,8 @@ class VLMServer:
         self._life.observe(self._engine.stats().progress, time.monotonic())
         if self._life.probe_due(time.monotonic()):
             await self._probe()
+            while not (self._life.proven or self._life.death):  # so that Serve counts it among failed starts
+                await self._probe()
             async with self._changed:
                 self._changed.notify_all()  # a request that waits for its version goes elsewhere
         if self._life.state is ReplicaState.DEAD:

@@ -226,8 +226,16 @@ def serving() -> Lifecycle:
     life = Lifecycle(probe_after_s=10.0)
     life.started = True
     life.load()
-    life.observe(0, now=0.0)
+    life.pass_probe(now=0.0)
     return life
+
+
+def test_a_new_engine_has_to_prove_itself() -> None:
+    life = Lifecycle(probe_after_s=10.0)
+    life.observe(0, now=5.0)
+    assert life.probe_due(5.0) and not life.proven
+    life.observe(1, now=6.0)
+    assert life.proven and not life.probe_due(6.0)
 
 
 def test_an_engine_proves_itself_only_when_it_has_been_silent() -> None:

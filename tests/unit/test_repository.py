@@ -56,7 +56,7 @@ def test_ci_makes_everything_in_order_and_ends_with_the_times(tmp_path: Path, fa
     done = subprocess.run(
         [clone / ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
-    wanted = ["page", "install", "quickstart", "test", "slow"]
+    wanted = ["-j3 page browser install", "quickstart", "test", "slow"]
     wanted = wanted[: wanted.index(failing) + 1] if failing else wanted
     assert log.read_text().splitlines() == wanted
     assert re.findall(r"^(\S.*?)  +\d+ min +\d+ s$", done.stdout, re.MULTILINE) == [
