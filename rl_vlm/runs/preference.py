@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from contextlib import closing, suppress
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from rl_vlm.algorithms.checkpoint import read_state
-from rl_vlm.config import PreferenceConfig
+from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.files import clean_leftovers, write_atomic
 from rl_vlm.labelling.query_log import StepCsv
 from rl_vlm.labelling.store import label_cache
@@ -20,13 +21,16 @@ from rl_vlm.models.loading import resolve_model
 from rl_vlm.monitoring.display import PREFERENCE_ROWS
 from rl_vlm.preference.collector import Episode, make_run_env
 from rl_vlm.preference.evaluation import EpisodeResult, evaluation_metrics
+from rl_vlm.preference.schedule import first_session_step
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.runs.ray_run import RayRun
-from rl_vlm.types import RLVLMError
+from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
 
+
+logger = logging.getLogger(__name__)
 
 _MS_PER_FRAME = 50  # of a GIF
 
@@ -66,12 +70,30 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
         if cache is not None:
             check_cache(cache, settings, (summary["observation_size"], summary["action_size"]))
         summary["labels"] = settings.labels.source
+        if settings.total_steps <= first_session_step(settings):
+            logger.warning("%s", _no_session(settings))
+    if settings.labels.source in ("clip", "itm") or "matching" in settings.reward:
+        summary["similarity"] = str(resolve_model(settings.labels.similarity_model))
     if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
         summary["goal"] = prompts_of(settings.labels, config.env.id).goal
     if settings.asks_served_model:
-        folder = resolve_model(config.model.path)
+        try:
+            folder = resolve_model(config.model.path)
+        except UserInputError as error:
+            if label_cache(settings.labels.cache) is None:
+                raise
+            raise UserInputError(
+                f"{error} It labels what the label cache does not: set preference.labels.source=cache to do without."
+            ) from error
         summary |= {"model": str(folder)} | memory_needs(config, folder)
     return summary
+
+
+def _no_session(settings: PreferenceSection) -> str:
+    return (
+        f"Nothing is labelled: the first session comes after preference.random_steps + exploration_steps "
+        f"({first_session_step(settings)}), and preference.total_steps is {settings.total_steps}."
+    )
 
 
 class PreferenceRun(RayRun):
@@ -114,6 +136,8 @@ class PreferenceRun(RayRun):
                 self.checkpoint()
             raise
         self.checkpoint()
+        if self.settings.learns_reward and self.settings.total_steps <= first_session_step(self.settings):
+            self.display.message(_no_session(self.settings))
 
     def _iterate(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
