@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -97,6 +97,10 @@ def learning_curve(
     ] = 5,
     title: Title = "",
     column: Annotated[str | None, typer.Option(help="What is drawn; success_rate, else true_episode_reward.")] = None,
+    unit: Annotated[
+        Literal["percent", "fraction"] | None,
+        typer.Option(help="Of success rates in other files than ours; by default percent where one is above 1."),
+    ] = None,
 ) -> None:
     """Success rate, or return, over environment steps; mean and 95 % interval where a curve has several runs."""
     from rl_vlm.plots.curves import DEFAULT_FILE, draw_learning_curve
@@ -110,7 +114,7 @@ def learning_curve(
         own_name = place.parent.name if place.suffix else place.name
         kinds.setdefault(name if named else own_name, []).append(path if named else run)
     outputs = out or [Path(DEFAULT_FILE)]
-    bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column)
+    bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column, unit=unit)
     smoothed = f" (trailing mean of {window} evaluations)" if window > 1 else ""
     for name, band in bands.items():
         say(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}{smoothed}, {band.runs} run(s)")

@@ -41,7 +41,9 @@ def import_labels(
     source, target = Path(source), Path(target).absolute()  # "." has no name
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
     if not files:
-        raise UserInputError(f"There are no .pkl files in {source}.")
+        below = sorted({str(file.parent) for file in source.glob("**/*.pkl")})
+        elsewhere = f" They are in {', '.join(below[:5])}: give one of these." if below else ""
+        raise UserInputError(f"There are no .pkl files in {source}.{elsewhere}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserInputError(f"{target} exists and is no empty folder: choose another folder for the label store.")
     with replace_folder(target) as draft:
@@ -82,7 +84,8 @@ def _parse(content: bytes, observation_size: int, image_size: int | None) -> tup
         if needed > memory:
             raise UserInputError("it takes more memory than its size explains, and may be made to do so.")
 
-    data = _NumbersOnly(io.BytesIO(content)).load()
+    # Protocol 2 has no bytes: Python 2 wrote them as texts.
+    data = _NumbersOnly(io.BytesIO(content), encoding="latin1").load()
     check(isinstance(data, (list, tuple)) and len(data) == 7, "it must hold a list of 7 arrays")
     # Lists may hold one array many times.
     check_memory(_NUMBER_BYTES * sum(_count_numbers(part, memory // _NUMBER_BYTES) for part in data))
@@ -196,9 +199,17 @@ class _Array:
 
 
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    data = _latin1(data) if isinstance(data, str) else data
     if not isinstance(dtype, _DType) or not isinstance(data, (bytes, bytearray)):
         raise UserInputError("it holds an array of objects, not of numbers.")
     return np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
+    """Python 3 writes bytes so in protocol 2."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise UserInputError("it holds a text where bytes must be.")
+    return text.encode("latin1")
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -206,5 +217,6 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _Maker(_DType),
     ("numpy.core.multiarray", "_reconstruct"): _Maker(_Array),
     ("numpy.core.multiarray", "scalar"): _Maker(lambda dtype, data: _from_buffer(data, dtype, (), "C")[()]),
+    ("_codecs", "encode"): _Maker(_latin1),
     ("numpy.core.numeric", "_frombuffer"): _Maker(_from_buffer),
 }

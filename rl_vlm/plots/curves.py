@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,7 @@ from rl_vlm.plots.run_curve import finite
 from rl_vlm.statistics import student_half_width
 from rl_vlm.types import UserInputError
 
+Unit = Literal["percent", "fraction"]
 DEFAULT_FILE = "figure4_learning_curve.png"
 SUCCESS = "success_rate"
 _OURS = "success_rate_high"  # a column that only our files have: their rates are percent, even where all are below 1
@@ -46,9 +47,9 @@ def numbers_of(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return finite(table[list(columns)].apply(pd.to_numeric, errors="coerce"))
 
 
-def read_curve(path: str | Path, column: str | None = None) -> pd.Series:
-    """The evaluations of eval.csv by step, named by its column; of several lines of a step the last. Raises
-    UserInputError."""
+def read_curve(path: str | Path, column: str | None = None, unit: Unit | None = None) -> pd.Series:
+    """The evaluations of eval.csv by step, named by its column; of several lines of a step the last. Success rates are
+    fractions, whatever their `unit` in the file is (None: as their size suggests). Raises UserInputError."""
     table = read_table(Path(path), "eval.csv")
     chosen = column or next((name for name in (SUCCESS, *_RETURNS) if name in table), "")
     if "step" not in table or chosen not in table:
@@ -57,7 +58,9 @@ def read_curve(path: str | Path, column: str | None = None) -> pd.Series:
     values = numbers_of(table, "step", chosen).groupby("step")[chosen].last()
     if values.empty:
         raise UserInputError(f"{path} holds no line with a number in {chosen}.")
-    return values / 100 if chosen == SUCCESS and (_OURS in table or values.max() > 1) else values
+    if chosen != SUCCESS or unit == "fraction":
+        return values
+    return values / 100 if unit == "percent" or _OURS in table or values.max() > 1 else values
 
 
 def combine(curves: Sequence[pd.Series]) -> Band:
@@ -71,11 +74,17 @@ def combine(curves: Sequence[pd.Series]) -> Band:
 
 
 def draw_learning_curve(
-    kinds: Mapping[str, Sequence[str | Path]], outputs: Sequence[Path], *, window: int, title: str, column: str | None
+    kinds: Mapping[str, Sequence[str | Path]],
+    outputs: Sequence[Path],
+    *,
+    window: int,
+    title: str,
+    column: str | None,
+    unit: Unit | None = None,
 ) -> dict[str, Band]:
     """Draw one curve per kind (name to its runs), smoothed by a trailing mean, and return what was drawn."""
     check_outputs(outputs)
-    raw = {name: [read_curve(path, column) for path in paths] for name, paths in kinds.items()}
+    raw = {name: [read_curve(path, column, unit) for path in paths] for name, paths in kinds.items()}
     measures = {str(curve.name) for curves in raw.values() for curve in curves}
     if len(measures) != 1:
         raise UserInputError(

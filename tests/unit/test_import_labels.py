@@ -38,8 +38,8 @@ def written(folder: Path, content: Any, protocol: int = pickle.HIGHEST_PROTOCOL)
     return file
 
 
-@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_cache_of_any_protocol_of_python_3_is_read(tmp_path: Path, protocol: int) -> None:
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_cache_of_any_protocol_since_2_is_read(tmp_path: Path, protocol: int) -> None:
     data = cache()
     pairs, labels = read_cache(written(tmp_path, data, protocol), observation_size=3)
     assert [label.value for label in labels] == [0, 1, -1, 1]
