@@ -80,6 +80,9 @@ def resolve(env_id: str) -> EnvFactory:
     return found  # type: ignore[no-any-return]
 
 
+_OF_VLM_GYM = {"truefalse": "NLVR2-v0", "vision": "Caption-v0", "vision_caption": "Caption-v0"}  # its names of ours
+
+
 def find(env_id: str) -> Any:
     """The class or function that an id, module or file names; of a module, its environment."""
     known = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
@@ -87,8 +90,9 @@ def find(env_id: str) -> Any:
         point = provided(ENTRY_POINT_GROUP).get(env_id)
         known = point.value if point is not None else None
     if known is None:
-        nearest = difflib.get_close_matches(env_id, registered(), n=1, cutoff=0.4)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        by_name = {name.lower().removesuffix("-v0"): name for name in registered()} | _OF_VLM_GYM
+        nearest = difflib.get_close_matches(env_id.lower(), by_name, n=1, cutoff=0.4)
+        hint = f" Did you mean {by_name[nearest[0]]}?" if nearest else ""
         raise UserInputError(
             f"Unknown environment {env_id!r}.{hint} Known: {', '.join(registered())}; "
             "or name one as package.module:Class or path/to/env.py, verifiers:NAME, openenv:URL or remote:URL."
