@@ -6,8 +6,9 @@ import what they need when they run, because `rl-vlm --help` must not wait for t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -44,6 +45,21 @@ def _root(
     pass
 
 
+def _check_options(command: Any, given: Sequence[str]) -> None:
+    """Raise UserInputError for an option of another system, whose name is known and which is a key here."""
+    chosen = command.commands.get(given[0]) if given else None
+    known = {option for one in getattr(chosen, "params", ()) for option in (*one.opts, *one.secondary_opts)}
+    for option in (word.partition("=")[0] for word in given if chosen and word.startswith("--")):
+        if not {option, option.replace("_", "-")} & known:
+            from rl_vlm.config.elsewhere import counterpart
+            from rl_vlm.config.policy import PolicyConfig
+            from rl_vlm.config.section import keys_of
+            from rl_vlm.types import UserInputError
+
+            if meant := counterpart(option[2:], [*keys_of(PolicyConfig)]):
+                raise UserInputError(f"There is no option {option}. {meant} Keys are given as section.key=value.")
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point of `rl-vlm`."""
     exit_process(run(argv))
@@ -54,8 +70,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     error_report.folder = None
     log_to_stderr()
     try:
+        given = list(sys.argv[1:] if argv is None else argv)
+        command = typer.main.get_command(app)
+        _check_options(command, given)
         # Not app(): it replaces sys.excepthook for the whole process.
-        typer.main.get_command(app).main(list(argv) if argv is not None else None, prog_name="rl-vlm")
+        command.main(given, prog_name="rl-vlm")
     except SystemExit as end:
         code = end.code
         return code if isinstance(code, int) else 0 if code is None else 1

@@ -44,9 +44,12 @@ def fetch_model(name: str) -> Path:
 
 def fetch_config(name: str) -> Path:
     """Download a model's config.json alone; returns its folder. Raises as `fetch_model` does."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.utils import get_session
 
     with hub_errors(name):
+        if not constants.HF_HUB_OFFLINE:  # once: the client tries five times, with a line for each
+            get_session().head(constants.ENDPOINT, timeout=_REACH_S)
         return Path(hf_hub_download(name, "config.json")).parent
 
 
@@ -61,15 +64,12 @@ def transport_errors() -> tuple[type[Exception], ...]:
 @contextlib.contextmanager
 def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     """Whatever the hub's client raises as one sentence."""
-    from huggingface_hub import constants, errors
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import errors
 
     kind, path = ("data set", f"datasets/{name}") if data else ("model", name)
     unreachable = f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
     broken: tuple[type[Exception], ...] = (*transport_errors(), zipfile.BadZipFile)
     try:
-        if not constants.HF_HUB_OFFLINE:  # once: the client tries five times, with a line for each
-            get_session().head(constants.ENDPOINT, timeout=_REACH_S)
         yield
     except errors.GatedRepoError as error:
         raise UserInputError(

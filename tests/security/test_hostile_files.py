@@ -296,3 +296,13 @@ def test_a_cache_that_takes_more_memory_than_its_size_explains_is_rejected(tmp_p
     with pytest.raises(UserInputError, match="takes more"):
         import_labels(tmp_path, tmp_path / "store", observation_size=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pkl"]
+
+
+def test_a_pickle_of_nine_bytes_does_not_take_gigabytes(tmp_path):
+    (tmp_path / "a.pkl").write_bytes(memo_bomb())
+    assert (tmp_path / "a.pkl").stat().st_size == 9
+    before = peak_mib()
+    with pytest.raises(UserInputError, match=r"a\.pkl"):
+        import_labels(tmp_path, tmp_path / "store", observation_size=3)
+    assert peak_mib() - before < 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pkl"]

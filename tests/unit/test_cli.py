@@ -393,3 +393,63 @@ def test_doctor_exits_with_1_when_something_fails(monkeypatch, capsys):
     assert report["checks"][1] == {"name": "ray", "status": "warn", "detail": "old", "remedy": "Upgrade."}
     checks.append(Check("gpu", "fail", "gone", "Plug it in."))
     assert run("doctor") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["nonsense"], ["train"], ["train", "a", "--nonsense"], ["rollout", "a", "--episodes", "0"], ["doctor", "--jsn"]],
+)
+def test_wrong_usage_is_exit_code_2(argv, capsys):
+    assert run(*argv) == 2
+    captured = capsys.readouterr()
+    assert "Error" in captured.err and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(command, config, harness, tmp_path, capsys):
+    for out in (tmp_path / "missing" / "o.json", tmp_path):
+        assert run(command, config, "--out", out) == 2
+        assert "--out" in failure(capsys)
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_results_that_exist_are_kept_unless_they_may_go(command, config, harness, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    out.write_text("hours of work")
+    assert run(command, config, "--out", out) == 2
+    assert "--overwrite" in failure(capsys) and out.read_text() == "hours of work"
+    assert run(command, config, "--out", out, "--overwrite") == 0
+
+
+@pytest.mark.parametrize(("flag", "budget"), [(64, 3072), (3072, 3072), (4000, 32_000)])
+def test_a_turn_may_be_as_long_as_the_flag_says(config, harness, monkeypatch, flag, budget):
+    seen = []
+    monkeypatch.setattr(harness, "evaluate_policy_run", lambda run, **_: seen.append(run.rollout) or {})
+    assert run("eval", config, f"--max-new-tokens={flag}") == 0
+    monkeypatch.undo()  # rl_vlm.runs.play itself
+    from rl_vlm.config import load_config
+    from rl_vlm.runs import play
+
+    class EnoughError(Exception):
+        pass
+
+    def stop(run, *_):
+        seen.append(run.rollout)
+        raise EnoughError
+
+    monkeypatch.setattr(play, "_run_tasks", stop)
+    with pytest.raises(EnoughError):
+        play.rollout(load_config(config, []), episodes=1, sampling={"max_new_tokens": flag})
+    assert [(one.max_turns, one.max_new_tokens_per_turn, one.max_new_tokens) for one in seen] == [(8, flag, budget)] * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["train", "--model_dir", "x"], "model.path"), (["train", "quickstart", "--lr=1e-5"], "learner.lr"),
+        (["sft", "--num_train_epochs", "3"], "algorithm.iterations"),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_system_leads_to_our_key(argv, meant, capsys):
+    assert cli.run(argv) == 2
+    assert meant in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.cache import RowCache
+from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import AdapterPayload
@@ -292,3 +294,37 @@ def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSid
         with pytest.raises(EngineError, match="closed"):
             asyncio.run(call())  # type: ignore[arg-type]
     asyncio.run(engine.close())  # closing twice is no error
+
+
+def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place in the HTTP side's memory is given to the next one at once."""
+    stepped, go_on = threading.Event(), threading.Event()
+    step, admit, beside = Decoder.step, Decoder.admit, []
+
+    def held_up(self: Decoder) -> Any:
+        jobs = step(self)
+        stepped.set()
+        assert go_on.wait(60)
+        return jobs
+
+    def noted(self: Decoder, jobs: Any) -> Any:
+        beside.append(self.num_rows)
+        return admit(self, jobs)
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
+        assert await asyncio.to_thread(stepped.wait, 60)
+        call.cancel()
+        await asyncio.sleep(0)
+        following = asyncio.ensure_future(engine.generate([fixed(text)]))
+        await until(lambda: engine.stats().waiting > 0)
+        go_on.set()
+        await following
+
+    monkeypatch.setattr(Decoder, "step", held_up)
+    monkeypatch.setattr(Decoder, "admit", noted)
+    with endless(engine, text):
+        asyncio.run(cancelled())
+    assert beside == [0, 0]

@@ -311,3 +311,31 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
         assert life.state is ReplicaState.DEAD
     assert life.death == "the engine core has died"
     assert life.rejects
+
+
+@in_loop
+async def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time() -> None:
+    registry, seconds, reports = await own_registry(), [], []
+    for version in (1, 2, 3):
+        reports.append(await registry.acknowledged())
+        await publish(registry, version)
+        await registry.watch("slow", None)
+        if version > 1:
+            await asyncio.sleep(0.05)
+            seconds.append(await registry.ack("slow", POLICY, version - 1, f"hash {version - 1}"))
+    reports.append(await registry.acknowledged())
+    assert min(seconds) >= 0.05
+    assert reports[:2] == [None, None]
+    for version, found in zip((1, 2), reports[2:], strict=True):
+        assert found is not None and found.version == version
+        assert found.acked == {"slow": found.seconds} and found.seconds >= 0.05
+
+
+@in_loop
+async def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REMEMBERED", 3)
+    registry = await own_registry()
+    for version in range(1, 6):
+        await publish(registry, version)
+    seconds = [await registry.ack("late", POLICY, version, f"hash {version}") for version in range(1, 6)]
+    assert [known > 0 for known in seconds] == [False, False, True, True, True]
