@@ -109,7 +109,11 @@ def find(mutation: Mutation, suites: list[str], marks: str, timeout_s: float) ->
         module = place_of(mutation, copy)
         module.write_text(module.read_text().replace(mutation.old, mutation.new))
         dotted = ".".join(module.relative_to(copy).with_suffix("").parts)
-        tests = [str(file.relative_to(copy)) for suite in suites for file in sorted((copy / suite).rglob("test_*.py"))]
+        places = [copy / suite for suite in suites]
+        files = [
+            file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("test_*.py")))
+        ]
+        tests = [str(file.relative_to(copy)) for file in files]
         direct = [file for file in tests if re.search(rf"{re.escape(dotted)}\b", (copy / file).read_text())]
         by = run_tests(copy, direct, marks, timeout_s)
         by = by or run_tests(copy, [file for file in tests if file not in direct], marks, timeout_s)
@@ -121,7 +125,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="Those whose name has this text.")
     parser.add_argument(
-        "--suites", nargs="*", default=["tests/unit", "tests/security", "tests/integration", "tests/e2e"]
+        "--suites",
+        nargs="*",
+        help="Folders or files of tests.",
+        default=["tests/unit", "tests/security", "tests/integration", "tests/e2e"],
     )
     parser.add_argument("--marks", default="not acceptance and not slow", help="Of pytest's -m.")
     parser.add_argument("--timeout", type=float, default=1800.0, help="Seconds for one run of tests.")
