@@ -22,7 +22,8 @@ OUT = ROOT / "rl_vlm/config/elsewhere.csv"
 PAGES = {
     "trl": "TRL",
     "verl": "verl",
-    "prime_rl": "prime-rl", "molt": "Molt",
+    "prime_rl": "prime-rl",
+    "molt": "Molt",
     "slime": "slime",
     "vlm_gym": "vlm-gym",
     "rl_vlm_f": "RL-VLM-F",
