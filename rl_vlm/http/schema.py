@@ -41,13 +41,15 @@ class _In(BaseModel):
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     place: ClassVar[str] = ""
+    notes: ClassVar[frozenset[str]] = frozenset()  # fields that change nothing
 
     @model_validator(mode="before")
     @classmethod
     def _name_unknown(cls, data: Any, info: ValidationInfo) -> Any:
-        if cls.place and isinstance(data, dict) and info.context is not None:
-            known = {alias for name, field in cls.model_fields.items() for alias in (name, str(field.alias))}
-            new = (name for name in data.keys() - known - IGNORED if data[name])
+        keys = {str(field.alias or name): field.is_required() for name, field in cls.model_fields.items()}
+        needed = {key for key, required in keys.items() if required}
+        if cls.place and isinstance(data, dict) and needed <= data.keys() and info.context is not None:
+            new = (name for name in data.keys() - keys - cls.notes - IGNORED if data[name])
             info.context.extend(f"{cls.place}.{_shown(name)}" for name in new)
         return data
 
@@ -169,6 +171,7 @@ class Function(_In):
 
 
 class Tool(_In):
+    place: ClassVar[str] = "tools"
     type: Literal["function"] = "function"
     function: Function
 
@@ -234,6 +237,8 @@ Pattern = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 
 
 class NamedSchema(_In):
+    place: ClassVar[str] = "response_format.json_schema"
+    notes: ClassVar[frozenset[str]] = frozenset({"name", "description", "strict", "type"})
     json_schema: Schema = Field(alias="schema")
 
 

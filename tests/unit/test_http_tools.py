@@ -267,6 +267,26 @@ def test_tools_without_parameters_take_nothing_and_few_may_be_allowed(real: Serv
         ({"structured_outputs": {"json": {"enum": [1]}, "backend": "x"}, "y": 1}, "y, structured_outputs.backend"),
         ({"tools": [{"type": "function", "function": {"name": "a", "examples": [1]}}]}, "tools.function.examples"),
         ({"messages": [{"role": "user", "content": "?", "mood": "good"}]}, "messages.mood"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}, "cache": 1}]}, "tools.cache"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"enum": [1]}, "mode": 1},
+                }
+            },
+            "response_format.json_schema.mode",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a"}}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "a"}}]},
+                },
+            },
+            None,
+        ),
         ({"response_format": {"type": "json_object", "schema": {"enum": [7]}}}, None),
         ({"stream_options": {"continuous_usage_stats": False, "x": None}, "stream": True}, None),
     ],
