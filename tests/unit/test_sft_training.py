@@ -334,6 +334,6 @@ def test_a_picture_that_cannot_be_decoded_ends_the_run_with_a_checkpoint(
     run = tmp_path / "run"
     changes = [f"model.path={tiny_folder}", f"sft.data={tmp_path / 'a.jsonl'}", "sft.batch_size=1"]
     assert rl_vlm(["sft", str(CONFIG), *changes, "--run-dir", str(run)]) == 2
-    assert "a.jsonl, line 3: image 0 cannot be decoded" in capsys.readouterr().err
+    assert "a.jsonl, line 3: image 0 (cut.png) cannot be decoded" in capsys.readouterr().err
     assert json.loads((run / "result.json").read_text())["status"] == "failed"
     assert list((run / "checkpoints").iterdir())
