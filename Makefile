@@ -57,7 +57,7 @@ unit: install ## Tests without Ray, in minutes
 # Ray starts its workers at priority 15 unless it is given another, which is below that of the tests beside them.
 real slow: export RAY_worker_niceness = 0
 real: install ## Each real thing once: the quickstart run, a server, vLLM, a preference run, actors that are killed
-	$(SHARED) -m "real and not slow and not acceptance" tests/e2e tests/integration
+	$(SHARED) -m "real and not slow and not acceptance" $$(grep -rl mark.real tests/e2e tests/integration)
 
 test: lint unit real ## All of these three: ten minutes on two cores
 

@@ -101,7 +101,8 @@ def test_the_full_fine_tune_of_large_recipes_passes_a_dry_run(
     assert learner * 2**30 > 18e9 * QWEN3_VL[size][1]
 
 
-def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
+def test_small_recipes_pass_a_dry_run(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no run yet
     model = f"model.path={tiny_folder}"
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
     for name in (

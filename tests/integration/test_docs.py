@@ -40,7 +40,7 @@ def test_the_environment_of_the_readme_plays(tiny_folder: Path, tmp_path: Path) 
     assert len([line for line in block.splitlines() if line.strip() and not line.startswith(("import", "from"))]) <= 15
     (tmp_path / "dots.py").write_text(block)
     arguments = [f"env.id={tmp_path / 'dots.py'}", "env.kwargs={}", f"model.path={tiny_folder}", "--dry-run"]
-    assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 0
+    assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments, "--run-dir", str(tmp_path / "run")]) == 0
 
 
 # Beside what a script shows: an iteration takes seconds.
@@ -178,7 +178,8 @@ def test_scripts_of_the_python_page_run_as_shown(tmp_path: Path) -> None:
     assert 0 <= float(printed[-1][0]) <= 1 and answered and gone == ["gone"]
     assert (tmp_path / "runs/mine/adapter").is_dir()
     recipe = str(ROOT / "configs/quickstart.yaml")
-    assert rl_vlm(["train", recipe, f"logging.callbacks=[{tmp_path}/early.py:Enough]", "--dry-run"]) == 0
+    named = f"logging.callbacks=[{tmp_path}/early.py:Enough]"
+    assert rl_vlm(["train", recipe, named, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
 
 
 def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path) -> None:

@@ -179,10 +179,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_a_dry_run_needs_neither_torch_nor_ray(tiny_folder: Path) -> None:
+def test_a_dry_run_needs_neither_torch_nor_ray(tiny_folder: Path, tmp_path: Path) -> None:
     arguments = ["train", str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_folder}", "--dry-run"]
     code = f"import sys; from rl_vlm import cli; assert cli.run({arguments}) == 0; print({{'torch', 'ray'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
 
 
