@@ -47,9 +47,11 @@ def _root(
 
 def _check_options(command: Any, given: Sequence[str]) -> None:
     """Raise UserInputError for an option of another system, whose name is known and which is a key here."""
-    chosen = command.commands.get(given[0]) if given else None
-    known = {option for one in getattr(chosen, "params", ()) for option in (*one.opts, *one.secondary_opts)}
-    for option in (word.partition("=")[0] for word in given if chosen and word.startswith("--")):
+    names = iter(given)
+    while (commands := getattr(command, "commands", None)) is not None:
+        command = commands.get(next(names, ""))
+    known = {option for one in getattr(command, "params", ()) for option in (*one.opts, *one.secondary_opts)}
+    for option in (word.partition("=")[0] for word in names if command and word.startswith("--")):
         if not {option, option.replace("_", "-")} & known:
             from rl_vlm.config.elsewhere import counterpart
             from rl_vlm.config.policy import PolicyConfig

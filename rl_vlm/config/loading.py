@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from rl_vlm.config.complaints import explain
-from rl_vlm.config.overrides import apply_overrides, leaves, parse_override
+from rl_vlm.config.overrides import apply_words, leaves
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
 from rl_vlm.config.recipes import find_config
@@ -47,7 +47,7 @@ def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> Polic
     if "sft" in data or "preference" in data:
         kept = ("name", "seed", "plugins", "model", "serving", "resources", "http")
         data = {key: value for key, value in data.items() if key in kept}
-    return of_policy(parse_config(apply_overrides(data, dict(map(parse_override, overrides)))))
+    return of_policy(parse_config(apply_words(data, overrides)))
 
 
 def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
             kind = type(loaded).__name__
             raise UserInputError(f"The config {file} must hold sections such as `model:`, not a {kind}.")
         data = loaded or {}
-    return apply_overrides(data, dict(map(parse_override, overrides)))
+    return apply_words(data, overrides)
 
 
 def load_yaml_file(file: Path, what: str) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any, get_args
 
@@ -24,11 +25,20 @@ logger = logging.getLogger(__name__)
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`; a preset comes first. Keys that
     these make idle are left out, with a warning."""
+    return _overridden(data, sorted(overrides.items(), key=lambda pair: pair[0] != "algorithm.preset"))
+
+
+def apply_words(data: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
+    """As `apply_overrides`, of `section.key=value` in this order. Raises UserInputError."""
+    return _overridden(data, [parse_override(word) for word in words])
+
+
+def _overridden(data: Mapping[str, Any], pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     result = copy.deepcopy(dict(data))
-    for key in sorted(overrides, key=lambda key: key != "algorithm.preset"):
-        apply_override(result, key, overrides[key])
+    for key, value in pairs:
+        apply_override(result, key, value)
     for section, place in _SECTIONS:
-        _drop_idle(result, section, place, overrides)
+        _drop_idle(result, section, place, {key for key, _ in pairs})
     return result
 
 
@@ -75,12 +85,16 @@ def _drop_idle(data: dict[str, Any], section: type[Section], place: str, given: 
     for part in place.split(".")[:-1]:
         here = here.get(part) if isinstance(here, dict) else None
     for rule in section.conditional if isinstance(here, dict) else ():
-        chooser, chosen = f"{place}{rule.chooser}", here.get(rule.chooser)
-        if chooser in given and not (chosen in rule.values if rule.values else chosen):
-            for key in [key for key in rule.keys if key in here and f"{place}{key}" not in given]:
-                field = section.model_fields[key]
-                if here.pop(key) not in (None, field.get_default(call_default_factory=True)):
-                    logger.warning("%s%s is left out: it has no effect with %s=%s.", place, key, chooser, chosen)
+        chooser = f"{place}{rule.chooser}"
+        unchecked = section.model_construct(**here)
+        with suppress(TypeError):  # of a value of a wrong type, which is an error later
+            if chooser not in given or unchecked.reads(rule):
+                continue
+            for key in [key for key in unchecked.changed(*rule.keys) if f"{place}{key}" not in given]:
+                del here[key]
+                logger.warning(
+                    "%s%s is left out: it has no effect with %s=%s.", place, key, chooser, here.get(rule.chooser)
+                )
 
 
 def _sections(kind: type[Section], place: str = "") -> Iterator[tuple[type[Section], str]]:

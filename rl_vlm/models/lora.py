@@ -123,10 +123,21 @@ def _targets(model: nn.Module, target_modules: str) -> tuple[list[str], str]:
 
 
 def lora_config(rank: int, alpha: int, target_modules: str, model: Any = None) -> LoraConfig:
-    """LoRA on the language model, and with `vision` on the tower, of a Qwen3-VL if no model is given. Raises
-    UserInputError for `none`."""
+    """LoRA on the layers of `_pattern`. Raises UserInputError for `none`."""
     from peft import LoraConfig
 
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,  # its noise would exceed the difference between the old and the new policy
+        target_modules=_pattern(target_modules, model),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _pattern(target_modules: str, model: Any) -> str:
+    """The names of adapted layers: of the language model, and with `vision` of the tower, of a Qwen3-VL if no model is
+    given. Raises UserInputError for `none`."""
     if not TARGET_MODULES[target_modules]:
         raise UserInputError(NOTHING_TO_TRAIN)
     names, part = list(TARGET_MODULES[target_modules]), ".*language_model"
@@ -135,19 +146,13 @@ def lora_config(rank: int, alpha: int, target_modules: str, model: Any = None) -
         names, tower = _targets(model, target_modules)
         part = r"(?!.*\.conv\.).*(language_model|text_model)"  # vLLM leaves short convolutions alone, too
     language = rf"{part}.*\.({'|'.join(names)})"
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,  # its noise would exceed the difference between the old and the new policy
-        target_modules=f"{language}|{tower}" if target_modules == "vision" else language,
-        task_type="CAUSAL_LM",
-    )
+    return f"{language}|{tower}" if target_modules == "vision" else language
 
 
 def check_adapter(payload: AdapterPayload, config: Mapping[str, Any], lora: LoraSection) -> None:
     """Raise UserInputError unless an adapter has the names and shapes that training has with a model of this config."""
     model = empty_model(config)
-    pattern = str(lora_config(lora.rank, lora.alpha, lora.target_modules, model).target_modules)
+    pattern = _pattern(lora.target_modules, model)
     wanted: dict[str, Tensor] = {}
     for name, linear in adaptable_linears(model).items():
         if re.fullmatch(pattern, name):

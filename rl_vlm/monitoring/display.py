@@ -177,7 +177,7 @@ class ProgressDisplay:
         shown = {
             name: float(value)
             for name, value in results.items()
-            if name.startswith(("accuracy/", "accuracy_low/", "accuracy_high/", *_HELD_OUT)) and value is not None
+            if (name in _HELD_OUT or name.startswith(("accuracy/", *_BOUNDS))) and value is not None
         }
         self._before = {**shown, **self._before}
         self._latest.update(shown)

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,8 +186,8 @@ def _make_token() -> None:
     path = Path("~/.ray/auth_token").expanduser()
     if not can_write(path.parent):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    elif not path.exists():
-        with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+    else:
+        with suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as file:
             file.write(secrets.token_hex(32))
 
 

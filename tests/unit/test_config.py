@@ -26,6 +26,7 @@ from rl_vlm.config import (
     parse_config,
     save_config,
 )
+from rl_vlm.config.learner import PRESETS
 from rl_vlm.config.section import keys_of
 from rl_vlm.types import UserInputError
 
@@ -285,3 +286,46 @@ def test_a_saved_configuration_holds_what_its_run_reads(data: dict[str, Any], tm
 def test_a_saved_run_may_be_served_by_the_other_engine(tmp_path: Path) -> None:
     save_config(PolicyConfig(), tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml", ["serving.engine=vllm"]).serving.max_rows == 512
+
+
+# --- overrides
+
+
+def test_overrides_are_set_in_their_order() -> None:
+    given = [
+        "env.kwargs.task=pairs",
+        "env.kwargs={}",
+        "env.kwargs.size=2",
+        "algorithm.clip_low=0.3",
+        "algorithm.preset=dapo",
+    ]
+    config = load_config(None, given)
+    assert config.env.kwargs == {"size": 2} and config.algorithm.clip_low == PRESETS["dapo"]["clip_low"]
+
+
+def test_null_removes_a_key_that_cannot_be_null(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("learner: {betas: [0.5, 0.5], ema_decay: 0.9}")
+    config = load_config(file, ["learner.betas=null", "learner.ema_decay=null"])
+    assert config.learner.betas == load_config(None).learner.betas and config.learner.ema_decay is None
+
+
+@pytest.mark.parametrize(
+    ("override", "betas", "share"),
+    [
+        ("learner.optimizer=adafactor", False, True), ("serving.engine=transformers", True, False),
+        ("serving.engine=auto", True, True),  # vLLM, where replicas get a GPU
+    ],
+)  # fmt: skip
+def test_a_key_that_an_override_makes_idle_is_left_out_with_a_word(
+    override: str, betas: bool, share: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "learner: {betas: [0.5, 0.5]}\n"
+        "serving: {engine: vllm, gpus_per_replica: 1, vllm: {gpu_memory_utilization: 0.4}}"
+    )
+    config = load_config(file, [override])
+    assert (tuple(config.learner.betas) == (0.5, 0.5)) is betas
+    assert (config.serving.vllm.gpu_memory_utilization == 0.4) is share
+    assert caplog.text.count("is left out") == 2 - betas - share
