@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +21,7 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
+from rl_vlm.monitoring.cluster_metrics import token_file
 from rl_vlm.runs.memory import object_store_mib
 from rl_vlm.runs.surroundings import (
     ClusterError,
@@ -183,7 +183,7 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 def _make_token() -> None:
     """A token where there is none, in the file where Ray would keep it, which Ray would let others read."""
-    path = Path("~/.ray/auth_token").expanduser()
+    path = token_file()
     if not can_write(path.parent):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     else:
