@@ -10,7 +10,7 @@ from typing import Any
 from rl_vlm.config import PolicyConfig
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.outcomes import outcomes_of_groups
-from rl_vlm.evaluation.results import summarize
+from rl_vlm.evaluation.results import losses, summarize
 from rl_vlm.rollout.metrics import Metrics
 from rl_vlm.rollout.rollouts import Rollouts
 from rl_vlm.rollout.tasks import RolloutTask
@@ -41,7 +41,7 @@ class HeldOutItems:
         recorded = {task.group_id: task for task in tasks if task.record}
         results = {
             **summarize(config, tasks, outcomes_of_groups(config, tasks, groups), self.metrics),
-            "lost": len(result.lost),
+            **losses(result.lost),
             "policy_version": version,
             "seconds": time.perf_counter() - started,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,13 +61,6 @@ def check_some_are_left(found: Collection[Any], lost: Mapping[str, str], count: 
     if not found:
         reason = next(iter(lost.values()), "no tasks")
         raise EpisodesLostError(f"All {count} episodes failed, the last because of: {reason}")
-
-
-def losses(lost: Mapping[str, str]) -> dict[str, Any]:
-    """What results say of lost tasks: how many and, where there are any, the commonest reasons with their counts."""
-    if not lost:
-        return {"lost": 0}
-    return {"lost": len(lost), "lost_because": dict(Counter(lost.values()).most_common(5))}
 
 
 class EndpointPlayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -14,6 +15,13 @@ from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 
 _Items = Mapping[str, list[Outcome]]  # of one side, by id
+
+
+def losses(lost: Mapping[str, str]) -> dict[str, Any]:
+    """What results say of lost tasks: how many and, where there are any, the commonest reasons with their counts."""
+    if not lost:
+        return {"lost": 0}
+    return {"lost": len(lost), "lost_because": dict(Counter(lost.values()).most_common(5))}
 
 
 def _by_item(tasks: Sequence[RolloutTask], outcomes: Iterable[Outcome], side: Side) -> dict[str, list[Outcome]]:

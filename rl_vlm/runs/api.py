@@ -60,7 +60,7 @@ class Run:
     @property
     def evaluations(self) -> pd.DataFrame:
         """A row per evaluation."""
-        return pd.json_normalize(self.lines("eval.jsonl"))
+        return pd.json_normalize(self.lines("eval.jsonl"), max_level=0)
 
     @property
     def trajectories(self) -> pd.DataFrame:

@@ -19,8 +19,8 @@ from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks, identity_of, viewed_tasks
 from rl_vlm.evaluation.outcome_log import OutcomeLog
 from rl_vlm.evaluation.outcomes import Outcome, Side, outcomes_of
-from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left, losses, play_tasks
-from rl_vlm.evaluation.results import by_category, compared, info_numbers, summarize
+from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left, play_tasks
+from rl_vlm.evaluation.results import by_category, compared, info_numbers, losses, summarize
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.models.trained import find_trained, is_full, read_payload

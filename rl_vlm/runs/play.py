@@ -15,7 +15,8 @@ import numpy as np
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import survey
-from rl_vlm.evaluation.players import check_some_are_left, losses
+from rl_vlm.evaluation.players import check_some_are_left
+from rl_vlm.evaluation.results import losses
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.trained import find_trained, read_payload
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,17 +31,18 @@ def findings(
     evaluations: pd.DataFrame,
     gaps: Mapping[str, float],
     pairs: Sequence[Any],
+    losses: Sequence[Mapping[str, Any]],
 ) -> list[Finding]:
-    """Of metrics by iteration, evaluations, the newest session's pairs, and `gaps`: by how many nats per token each
-    replica and the learner differ in the newest dump."""
+    """Of metrics by iteration, evaluations, the newest session's pairs, `gaps`: by how many nats per token each replica
+    and the learner differ in the newest dump, and `losses`: why groups were lost, by iteration."""
     return [
         *_gamed(evaluations),
         *_never_right(progress),
-        *_lost(progress, evaluations),
+        *_lost(progress, evaluations, losses),
         *_other_weights(gaps),
         *(Finding(text, "sight") for row in evaluations.tail(1).to_dict("records") if (text := blind(row))),
         *_stuck(progress),
-        *_mismatch(progress),
+        *_mismatch(progress, gaps),
         *_position(pairs),
     ]
 
@@ -73,26 +75,44 @@ def _never_right(progress: pd.DataFrame) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _other_weights(gaps: Mapping[str, float]) -> Iterator[Finding]:
+def _astray(gaps: Mapping[str, float]) -> list[str]:
+    """The replicas that are much further away from the learner than the nearest one."""
     least = min(gaps.values(), default=0.0)
-    for replica, gap in gaps.items():
-        if gap > max(_MISMATCH, _GROWN * least):
-            yield Finding(
-                f"Replica {replica} seems to serve other weights than the learner has: its answers are {gap:.2g} nats "
-                f"per token away from them, those of another replica {least:.2g}. Colour its episodes by the gap.",
-                "episodes",
-            )
+    return [replica for replica, gap in gaps.items() if gap > max(_MISMATCH, _GROWN * least)]
 
 
-def _lost(progress: pd.DataFrame, evaluations: pd.DataFrame) -> Iterator[Finding]:
-    ever, kept = (progress.get(name, pd.Series(dtype=float)) for name in ("dropped/group_lost", "rollout/groups"))
+def _other_weights(gaps: Mapping[str, float]) -> Iterator[Finding]:
+    for replica in _astray(gaps):
+        nearest = min(gaps, key=gaps.__getitem__)
+        yield Finding(
+            f"Replica {replica} seems to serve other weights than the learner has: its answers are {gaps[replica]:.2g} "
+            f"nats per token away from them, those of replica {nearest} {gaps[nearest]:.2g}. Colour its episodes by "
+            "the gap.", "episodes",
+        )  # fmt: skip
+
+
+def _lost(progress: pd.DataFrame, evaluations: pd.DataFrame, losses: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    names = ("dropped/group_lost", "rollout/groups", "iteration")
+    ever, kept, iterations = (progress.get(name, pd.Series(dtype=float)) for name in names)
     lost, rest = ever.fillna(0).diff().tail(_STUCK).clip(lower=0).sum(), kept.tail(_STUCK).sum()
     if lost > _LOST * (lost + rest):
-        yield Finding(f"{lost / (lost + rest):.0%} of the groups of the last {_STUCK} iterations were lost.", "system")
+        newest, reasons = {*iterations.tail(_STUCK)}, Counter[str]()
+        for one in losses:
+            reasons[one["reason"]] += one["count"] * (one["iteration"] in newest)
+        share = f"{lost / (lost + rest):.0%} of the groups of the last {_STUCK} iterations were lost."
+        yield Finding(share + _most_frequent(+reasons), "system")
     for row in evaluations.tail(1).to_dict("records"):
         missing, asked = row.get("lost", 0), sum(row[key] for key in row if key.startswith("items/"))
         if missing > _LOST * asked:
-            yield Finding(f"{missing:.0f} answers of the last evaluation were lost, and count as wrong.", "system")
+            share = f"{missing:.0f} answers of the last evaluation were lost, and count as wrong."
+            yield Finding(share + _most_frequent(row.get("lost_because")), "system")
+
+
+def _most_frequent(reasons: Any) -> str:
+    """A sentence with the reason that counts most; reasons name the replica where one is to blame."""
+    if not isinstance(reasons, Mapping) or not reasons:  # an evaluation without losses has none
+        return ""
+    return f" Most frequent reason: {' '.join(max(reasons, key=reasons.__getitem__).split())}"
 
 
 def _stuck(progress: pd.DataFrame) -> Iterator[Finding]:
@@ -104,15 +124,19 @@ def _stuck(progress: pd.DataFrame) -> Iterator[Finding]:
         )
 
 
-def _mismatch(progress: pd.DataFrame) -> Iterator[Finding]:
+def _mismatch(progress: pd.DataFrame, gaps: Mapping[str, float]) -> Iterator[Finding]:
     kl = progress.get("mismatch/kl", pd.Series(dtype=float)).dropna()
     if len(kl) < 2 * _STUCK:
         return
     first, last = float(kl.head(_STUCK).mean()), float(kl.tail(_STUCK).mean())
     if last > max(_MISMATCH, _GROWN * first):
-        yield Finding(
-            f"Engine and learner disagree more and more: mismatch/kl is {last:.2g}, and was {first:.2g}.", "curves"
-        )
+        text = f"Engine and learner disagree more and more: mismatch/kl is {last:.2g}, and was {first:.2g}."
+        if astray := _astray(gaps):
+            text += f" The cause is replica {' and '.join(astray)}, which seems to serve other weights."
+        elif len(gaps) > 1:
+            each = ", ".join(f"{replica} {gap:.2g}" for replica, gap in gaps.items())
+            text += f" No replica alone is the cause: nats per token from the learner are {each}."
+        yield Finding(text, "curves")
 
 
 def _position(pairs: Sequence[Any]) -> Iterator[Finding]:

@@ -164,7 +164,7 @@ class RunReader:
         pairs: list[Answer] = []
         for name, stamp in [*self._dumps("labels").items()][-1:]:
             pairs = self._once(name, stamp, self._pairs) or []
-        return findings(progress, evaluations, gaps, pairs)
+        return findings(progress, evaluations, gaps, pairs, self._losses())
 
     def _gaps(self, key: str) -> dict[str, float]:
         """By replica, nats per token to the learner: of episodes that it alone answered, with the newest version."""
@@ -240,7 +240,8 @@ class RunReader:
             "kind": [kind] * count,
             "sample": ["greedy" if kind == "eval" else "sampled"] * count,
             "replicas": [", ".join(dict.fromkeys(names)) for names in table["replica_ids"].to_pylist()],
-            "picture": [names[0] if names else "" for names in images],
+            # An episode ends with an answer, so its last picture is the one behind that answer.
+            "picture": [names[-1] if names else "" for names in images],
             "pictures": list(map(len, images)),
         }
 

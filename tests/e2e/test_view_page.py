@@ -22,6 +22,7 @@ from hostile import BIDI, PAYLOADS, TEXTS, write_hostile_run
 from PIL import Image
 from playwright.sync_api import Browser
 from runs import ROOT, environment, rl_vlm
+from tool_run import DIED, REPLICAS, write_tool_run
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def places(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the quickstart's run and a hostile one."""
+    """A folder with the quickstart's run, one of a tool environment and a hostile one."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(quickstart_run, folder / "quickstart", ignore=shutil.ignore_patterns("checkpoints"))
+    write_tool_run(folder / "tools")
     write_hostile_run(folder / "hostile")
     return folder
 
@@ -74,6 +76,82 @@ def test_every_view_is_whole_at_every_width_and_scheme(browser: Browser, address
         assert not page.overflows(), place
     assert page.problems == []
     page.close()
+
+
+@pytest.fixture(scope="module")
+def report(places: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a report of the run with tools and the hostile one."""
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    done = rl_vlm("report", places / "tools", places / "hostile", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out.as_uri()
+
+
+@pytest.mark.parametrize("where", ["address", "report"])
+def test_on_a_phone_tables_scroll_and_the_page_does_not(
+    browser: Browser, address: str, where: str, request: pytest.FixtureRequest
+) -> None:
+    page, wide = Opened(browser, request.getfixturevalue(where), 390), set()
+    places = [""]
+    for run in ("tools", "hostile"):  # the second has names and reasons of one long word
+        listed = answer(address, f"runs/{run}/episodes")
+        group = httpx.QueryParams({"group": listed["group"][0]})
+        places += [f"#/{view}/{run}" for view in VIEWS] + [f"#/groups/{run}?{group}"]
+        places += [f"#/episodes/{run}?mode=table", f"#/episodes/{run}?open={listed['id'][-1]}"]
+    for place in places:
+        opened = page.go(f"{'/' if where == 'address' else ''}{place}")
+        opened.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        opened.wait_for_timeout(100)
+        assert not page.overflows(), place
+        tables = opened.evaluate(
+            """() => [...document.querySelectorAll('table')].map((table) => {
+                 let box = table.parentElement;
+                 while (box && !/auto|scroll/.test(getComputedStyle(box).overflowX)) box = box.parentElement;
+                 return [!!box && box.getBoundingClientRect().right <= innerWidth, !!box && table.offsetWidth > box.clientWidth];
+               })"""
+        )
+        assert all(inside for inside, _ in tables), place
+        wide |= {place for _, wider in tables if wider}
+    assert {"", "#/system/tools", "#/groups/tools", "#/episodes/tools?mode=table"} <= wide  # that is, they scrolled
+    page.close()
+
+
+@pytest.mark.parametrize("where", ["address", "report"])
+@pytest.mark.parametrize(
+    "place", ["#/episodes/tools", "#/sight/tools", "#/evaluation/tools", "#/groups/tools?group=12%2F1"]
+)
+def test_cards_show_the_picture_behind_the_last_answer_and_how_many_there_are(
+    browser: Browser, address: str, where: str, place: str, request: pytest.FixtureRequest
+) -> None:
+    page = Opened(browser, request.getfixturevalue(where))
+    page.go(f"{'/' if where == 'address' else ''}{place}")
+    cards = page.page.evaluate(
+        """async () => Promise.all([...document.querySelectorAll('main img')].flatMap((image) => {
+             const card = image.closest('.card, .sides > div, article');
+             if (!card) return [];
+             const name = new URLSearchParams((card.closest('a') ?? card.querySelector('a')).hash.split('?')[1]).get('open');
+             image.loading = 'eager';
+             return [image.decode().then(() => [name, image.src, card.innerText])];
+           }))"""
+    )
+    shown = {}
+    for name, source, text in cards:
+        messages = answer(address, f"runs/tools/episodes/{name}")["messages"]
+        last = max(k for k, message in enumerate(messages) if message["role"] == "assistant")
+        seen = [part["picture"]["sha"] for one in messages[:last] for part in one["parts"] if "picture" in part]
+        assert f"{len(seen)} pictures" in text, name
+        if where == "address":
+            assert source.endswith(f"/{seen[-1]}"), name
+        assert shown.setdefault(seen[-1], source) == source
+    assert len(shown) == len(set(shown.values())) > 3  # they do not look alike
+    page.close()
+
+
+def test_findings_name_the_replica_and_the_cause(opened: Opened) -> None:
+    for place in ("/", "/#/curves/tools"):
+        said = opened.go(place).locator("main").inner_text()
+        assert said.count(DIED) >= 2 and f"Replica {REPLICAS[1]} seems to serve other weights" in said, place
+        assert f"The cause is replica {REPLICAS[1]}" in said, place
 
 
 def test_the_keyboard_reaches_everything(opened: Opened, address: str) -> None:

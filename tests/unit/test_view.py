@@ -18,13 +18,14 @@ import pytest
 from label_support import pair
 from recorder_support import WORDS, picture, trajectory
 
+from rl_vlm.algorithms.evaluation import HeldOutItems
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, save_config
 from rl_vlm.labelling.labels import Label
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.learning.plan import TokenRecord
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import Message, TrajectoryGroup
 from rl_vlm.view.findings import findings
 from rl_vlm.view.library import Library
@@ -114,7 +115,7 @@ def test_the_list_of_episodes(place: Path) -> None:
         "id": "train-1-0", "kind": "train", "iteration": 1, "env": "count", "stage": 1, "index": 7, "variant": "", "view": "true",
         "category": "", "reward": 1.0, "advantage": 2.0, "correct": True, "status": "completed", "question": "How many?",
         "answer": "It is 1", "group": "g1", "turns": 1, "tools": 1, "tokens": 2, "version": 3, "newest": 3, "sample": "sampled",
-        "replicas": "a", "picture": RED.sha256, "pictures": 2,
+        "replicas": "a", "picture": BLUE.sha256, "pictures": 2,
     }  # fmt: skip
     assert [listed[name][-1] for name in ("view", "variant", "category", "correct", "advantage")] == [
         "blank",
@@ -123,6 +124,24 @@ def test_the_list_of_episodes(place: Path) -> None:
         True,
         None,
     ]
+
+
+def test_an_episode_is_listed_with_the_picture_behind_its_last_answer(tmp_path: Path) -> None:
+    recorder, unseen = write_run(tmp_path / "tools"), picture("green")
+    asked, answer = Message.of("user", RED, "How many?"), Message.of("assistant", "3")
+    episodes = [
+        ((RED,), (asked, answer)),
+        ((RED, BLUE), (asked, answer, Message.of("tool", BLUE), answer)),
+        ((RED, BLUE), (asked, answer, Message.of("tool", BLUE), answer, Message.of("tool", unseen))),
+        ((BLUE, RED), (Message.of("user", BLUE, RED, "Which?"), answer)),
+        ((), (Message.of("user", "Which?"), answer)),
+    ]
+    group = [trajectory(str(k), images=seen, messages=said) for k, (seen, said) in enumerate(episodes)]
+    recorder.dump_trajectories(1, [TrajectoryGroup("g", 0, group)], TokenRecord(), WORDS)
+    listed = Library([tmp_path]).answer("runs/tools/episodes")
+    shown = ["red", "blue", "blue", "red", None]
+    assert listed["picture"] == [picture(color).sha256 if color else "" for color in shown]
+    assert listed["pictures"] == [1, 2, 2, 2, 0]
 
 
 def test_an_episode_in_parts_with_its_tokens(place: Path) -> None:
@@ -306,10 +325,10 @@ def table(**columns: list[float]) -> pd.DataFrame:
     return pd.DataFrame({key.replace("__", "/"): values for key, values in columns.items()})
 
 
-def found(progress: Any = None, evaluations: Any = None, gaps: Any = None, pairs: Any = ()) -> list[str]:
+def found(progress: Any = None, evaluations: Any = None, gaps: Any = None, pairs: Any = (), losses: Any = ()) -> Any:
     nothing = pd.DataFrame()
     given = nothing if progress is None else progress, nothing if evaluations is None else evaluations
-    return [finding.view for finding in findings(*given, gaps or {}, pairs)]
+    return [finding.view for finding in findings(*given, gaps or {}, pairs, losses)]
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -369,6 +388,41 @@ def test_a_replica_that_serves_other_weights_is_named(tmp_path: Path) -> None:
     (line,) = Library([tmp_path]).lines()
     (told,) = line["findings"]
     assert told["text"].startswith("Replica b ") and "0.25 nats per token" in told["text"]
+
+
+def test_findings_about_replicas_name_the_replica_and_the_cause() -> None:
+    rows = {"iteration": range(1, 11), "mismatch/kl": [1e-4] * 5 + [0.2] * 5, "rollout/groups": 16.0}
+    progress = pd.DataFrame({**rows, "dropped/group_lost": [2.0 * k for k in range(10)]})
+    died, slow = "Replica b is dead: out\nof memory", "KeyError: 'x' (dots.py, line 3)"
+    counts = [(5, slow, 99), (7, died, 2), (8, slow, 3), (9, died, 2)]  # the first was long ago
+    losses = [{"iteration": at, "reason": reason, "count": count} for at, reason, count in counts]
+    evaluations = pd.DataFrame([{"lost": 0}, {"lost": 60, "items/a": 256, "lost_because": {slow: 20, died: 40}}])
+
+    def said(gaps: dict[str, float]) -> dict[str, list[str]]:
+        texts: dict[str, list[str]] = {}
+        for finding in findings(progress, evaluations, gaps, (), losses):
+            texts.setdefault(finding.view, []).append(finding.text)
+        return texts
+
+    told = said({"a": 1e-7, "b": 0.2})
+    assert len(told["system"]) == 2 and all("Replica b is dead: out of memory" in text for text in told["system"])
+    assert "Replica b " in told["episodes"][0] and "replica a 1e-07" in told["episodes"][0]
+    assert "cause is replica b," in told["curves"][0]
+    assert "No replica alone" in said({"a": 0.1, "b": 0.2})["curves"][0]
+    assert "eplica" not in said({"a": 0.2})["curves"][0]  # there is no other one to compare it with
+
+
+def test_an_evaluation_that_loses_its_answers_says_why(tmp_path: Path) -> None:
+    recorder, config = write_run(tmp_path / "silent"), PolicyConfig.model_validate({"evaluation": {"num_items": 4}})
+
+    class Dead:
+        def evaluate(self, tasks: Any, timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
+            return [], RolloutResult(lost={task.group_id: "Replica b is dead" for task in tasks})
+
+    results, _ = HeldOutItems(config, {"": 9}, {}, Dead()).evaluate(3)  # type: ignore[arg-type]
+    recorder.log_evaluation(3, results)
+    (line,) = Library([tmp_path]).lines()
+    assert [one["text"][:9] for one in line["findings"]] == ["4 answers"] and "b is dead" in line["findings"][0]["text"]
 
 
 def test_a_run_at_a_url_is_read_as_one_here(place: Path) -> None:

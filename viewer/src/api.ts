@@ -72,8 +72,8 @@ export interface Episodes {
   version: number[]; // oldest policy version
   newest: number[]; // newest policy version
   replicas: string[]; // names, joined by ", "
-  picture: string[]; // SHA-256 of the first picture, or ""
-  pictures: number[];
+  picture: string[]; // SHA-256 of the picture behind the last answer, or ""
+  pictures: number[]; // how many the policy saw
   question: string[]; // beginning of the first user message
   answer: string[]; // beginning of the last answer
 }
