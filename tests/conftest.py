@@ -31,6 +31,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests stand in an empty folder: where they stood in the repository, they would meet the runs that are there."""
+    os.chdir(tmp_path_factory.mktemp("here"))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model after five warm-start steps: it answers noise, but every part is real."""
