@@ -48,7 +48,7 @@ lint: install ## Check style, spelling, types and which way imports point
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-cache
 
 unit: install ## Tests without Ray, in minutes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,11 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 import psutil
+
+from rl_vlm.cli import run
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -36,12 +40,26 @@ def environment(**changes: str) -> dict[str, str]:
     return {**clean, "HF_HUB_OFFLINE": "1", **changes}
 
 
-def rl_vlm(*arguments: object, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run `rl-vlm ...` to its end."""
-    command = [sys.executable, "-m", "rl_vlm.cli", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment(**changes), cwd=ROOT, check=False
-    )
+class Done(NamedTuple):
+    """A command that has ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def rl_vlm(*arguments: object, timeout: float | None = None, **changes: str) -> Done:
+    """Run `rl-vlm ...` to its end: in this process, which has imported torch already, or with a deadline or another
+    environment in one of its own."""
+    words = list(map(str, arguments))
+    if changes or timeout:
+        command = [sys.executable, "-m", "rl_vlm.cli", *words]
+        kept: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout or 120, "check": False}
+        done = subprocess.run(command, env=environment(**changes), cwd=ROOT, **kept)
+        return Done(done.returncode, done.stdout, done.stderr)
+    with chdir(ROOT), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = run(words)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def iterations_done(run_dir: Path) -> int:
@@ -137,31 +155,47 @@ class CommandProcess:
         return self.log.read_text()
 
 
-class TrainingProcess(CommandProcess):
-    """`rl-vlm train ...` in the background."""
+class RunFolder:
+    """What a run has written."""
 
-    def __init__(self, run_dir: Path, *arguments: object, config: Path = QUICKSTART, **changes: str) -> None:
-        self.run_dir = run_dir
-        super().__init__("train", config, *arguments, "--run-dir", run_dir, **changes)
+    run_dir: Path
 
     def iterations(self) -> int:
         """How many iterations progress.csv holds."""
         return iterations_done(self.run_dir)
-
-    def wait_for_iteration(self, number: int, timeout: float = 300) -> None:
-        """Wait until the run has done that many iterations."""
-        self.wait_until(lambda: self.iterations() >= number, f"iteration {number}", timeout)
 
     def result(self) -> dict[str, Any]:
         """result.json."""
         return json.loads((self.run_dir / "result.json").read_text())  # type: ignore[no-any-return]
 
 
-def finished(run_dir: Path, *arguments: object, timeout: float = 600, **more: Any) -> TrainingProcess:
-    """A run that has ended well."""
-    with TrainingProcess(run_dir, *arguments, **more) as run:
-        assert run.wait(timeout) == 0, run.output()[-3000:]
-    return run
+class FinishedRun(RunFolder):
+    """A run that has ended, and what it printed."""
+
+    def __init__(self, run_dir: Path, printed: str) -> None:
+        self.run_dir, self.printed = run_dir, printed
+
+    def output(self) -> str:
+        return self.printed
+
+
+class TrainingProcess(RunFolder, CommandProcess):
+    """`rl-vlm train ...` in the background."""
+
+    def __init__(self, run_dir: Path, *arguments: object, config: Path = QUICKSTART, **changes: str) -> None:
+        self.run_dir = run_dir
+        super().__init__("train", config, *arguments, "--run-dir", run_dir, **changes)
+
+    def wait_for_iteration(self, number: int, timeout: float = 300) -> None:
+        """Wait until the run has done that many iterations."""
+        self.wait_until(lambda: self.iterations() >= number, f"iteration {number}", timeout)
+
+
+def finished(run_dir: Path, *arguments: object, config: Path = QUICKSTART, timeout: float | None = None) -> FinishedRun:
+    """A run that has ended well: with a deadline in a process of its own."""
+    done = rl_vlm("train", config, *arguments, "--run-dir", run_dir, timeout=timeout)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return FinishedRun(run_dir, done.stdout + done.stderr)
 
 
 def trained(config: str, folder: Path, *changes: object, timeout: float = 1100) -> tuple[list[dict[str, Any]], float]:

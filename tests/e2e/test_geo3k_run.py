@@ -24,8 +24,13 @@ from rl_vlm.models.loading import resolve_model
 def test_every_figure_of_a_geometry_run_is_right(data: str | None, iterations: int, items: int, tmp_path: Path) -> None:
     if not data:
         pytest.skip("RL_VLM_GEO3K_DATA names no folder with train.parquet and test.parquet")
-    arguments = (f"env.data={data}", f"algorithm.iterations={iterations}", "serving.num_replicas=1")
-    run = finished(tmp_path / "run", *arguments, config=ROOT / "configs/geo3k_tiny.yaml", timeout=900)
+    arguments = (
+        f"env.data={data}",
+        f"algorithm.iterations={iterations}",
+        "serving.num_replicas=1",
+        "rollout.num_env_runners=1",
+    )
+    run = finished(tmp_path / "run", *arguments, config=ROOT / "configs/geo3k_tiny.yaml")
     assert run.result()["iterations"] == iterations
     script = [sys.executable, str(ROOT / "tests/e2e/recompute.py"), str(run.run_dir), str(resolve_model("tiny"))]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment(), check=False)

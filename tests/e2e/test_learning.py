@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from runs import LEARNER, ROOT, TrainingProcess, finished, trained
 
-from rl_vlm.ownership import files_in, run_files
-
 FULL = ROOT / "configs/full_tiny.yaml"
 MIXTURE = {"count": 0.5, "pairs": 0.3, "caption": 0.3, "zoom": 0.5}  # by how much each held-out reward rises, at least
 STRATEGIES = ["fsdp2", "zero1", "zero2", "zero3"]
@@ -162,25 +160,6 @@ def test_two_runs_fit_on_one_machine(tmp_path: Path) -> None:
         assert one.wait() == 0, one.output()[-3000:]
         assert two.wait() == 0, two.output()[-3000:]
     assert one.result()["iterations"] == two.result()["iterations"] == 30
-
-
-def test_ppo_runs_with_everything_that_it_has(tmp_path: Path) -> None:
-    """A few iterations: the critic's adapter, its warm-up, a penalty in the reward, averaged weights, a learner actor."""
-    changes = (
-        "algorithm.iterations=3", "evaluation.num_items=16", "critic.warmup_iterations=1", "learner.num_learners=1",
-        "algorithm.kl_in=reward", "algorithm.kl_target=0.02", "learner.ema_decay=0.9", "evaluation.weights=ema", "serving.num_replicas=1",
-    )  # fmt: skip
-    with TrainingProcess(tmp_path / "run", *changes, config=ROOT / "configs/ppo_critic_adapter_tiny.yaml") as run:
-        assert run.wait() == 0, run.output()[-3000:]
-        assert run.survivors() == []
-    rows = list(csv.DictReader((run.run_dir / "progress.csv").open()))
-    assert len(rows) == 3
-    assert float(rows[0]["policy/ratio_max"]) == 0 < float(rows[1]["policy/ratio_max"])  # the warm-up
-    assert float(rows[0]["policy/kl_coef"]) > 0
-    assert all(0 < float(row["value/loss"]) < 10 for row in rows)
-    weights = [(run.run_dir / f"{name}/adapter_model.safetensors").read_bytes() for name in ("adapter", "adapter-ema")]
-    assert weights[0] != weights[1]
-    assert run_files(run.run_dir) == files_in(run.run_dir)
 
 
 @pytest.mark.acceptance

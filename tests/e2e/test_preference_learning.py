@@ -38,7 +38,10 @@ def evaluate(run: PolicyConfig, folder: Path) -> float:
 @pytest.mark.timeout(400)
 def test_a_short_run_with_a_served_labeller_goes_through_all_its_stages(tmp_path: Path) -> None:
     """Labels, reward model, relabelling, evaluation, records: what the proofs below do for minutes."""
-    settings = ("preference.total_steps=1600", "preference.evaluation.every=800")
+    settings = (
+        "preference.total_steps=1200", "preference.evaluation.every=600", "preference.evaluation.episodes=2",
+        "serving.num_replicas=1",
+    )  # fmt: skip
     run = finished(tmp_path / "run", *settings, config=CARTPOLE)
     assert run.result()["status"] == "done" and "Labels so far:" in run.output()
     labels = [label for _, labels in LabelStore(tmp_path / "run/labels").sessions() for label in labels]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs import QUICKSTART, ROOT, environment, finished, rl_vlm
+from runs import QUICKSTART, ROOT, TrainingProcess, environment, rl_vlm
 
 import rl_vlm as rl_vlm_package
 from rl_vlm.models.loading import resolve_model
@@ -100,16 +101,24 @@ def test_show_draws_the_run_and_its_episodes(quickstart_run: Path) -> None:
     assert len(shown["episodes"]) == 2
 
 
-def test_the_run_goes_on_where_it_ended(quickstart_run: Path, tmp_path: Path) -> None:
+def last_row(run: TrainingProcess) -> dict[str, str]:
+    return list(csv.DictReader((run.run_dir / "progress.csv").open()))[-1]
+
+
+def test_the_run_goes_on_where_it_ended_and_a_signal_saves_it(quickstart_run: Path, tmp_path: Path) -> None:
     shutil.copytree(quickstart_run, tmp_path / "run")
     before = json.loads((quickstart_run / "result.json").read_text())
-    run = finished(
-        tmp_path / "run", f"algorithm.iterations={before['iterations'] + 2}", "evaluation.num_items=64", "--resume"
-    )
+    more = ("evaluation.num_items=64", "serving.num_replicas=1", "rollout.num_env_runners=1", "--resume")
+    with TrainingProcess(tmp_path / "run", "algorithm.iterations=10000", *more) as run:
+        run.wait_for_iteration(before["iterations"] + 2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(timeout=120) == 128 + signal.SIGINT, run.output()[-3000:]
+        assert run.survivors() == []
     assert f"Resumed from iteration {before['iterations']}" in run.output()
     after = run.result()
-    assert (after["status"], after["iterations"]) == ("done", before["iterations"] + 2)
-    assert after["accuracy_before"] == before["accuracy_before"] and after["accuracy_after"] >= 0.9
+    assert (after["status"], after["iterations"]) == ("interrupted", run.iterations())
+    assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1].endswith(f"{run.iterations()}")
+    assert after["accuracy_before"] == before["accuracy_before"] and float(last_row(run)["reward/mean"]) >= 0.8
 
 
 @pytest.mark.acceptance

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 from pathlib import Path
 
 import pytest
 from runs import ROOT, CommandProcess, finished, rl_vlm
+
+from rl_vlm.ownership import files_in, run_files
 
 CONFIG = ROOT / "configs" / "sft_tiny.yaml"
 
@@ -16,7 +19,7 @@ CONFIG = ROOT / "configs" / "sft_tiny.yaml"
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the configuration that ships."""
     folder = tmp_path_factory.mktemp("sft") / "run"
-    done = rl_vlm("sft", CONFIG, "--run-dir", folder, timeout=300)
+    done = rl_vlm("sft", CONFIG, "--run-dir", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -43,15 +46,23 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(tuned: Path, tmp
     assert (folder / adapter).read_bytes() == (tuned / adapter).read_bytes()
 
 
-def test_reinforcement_learning_starts_where_fine_tuning_ended(tuned: Path, tmp_path: Path) -> None:
+def test_ppo_with_everything_that_it_has_starts_where_fine_tuning_ended(tuned: Path, tmp_path: Path) -> None:
+    """A few iterations: the critic's adapter, its warm-up, a penalty in the reward, averaged weights, a learner actor."""
     folder = tmp_path / "run"
-    arguments = (f"model.adapter={tuned}", "algorithm.iterations=2", "evaluation.every=1", "evaluation.num_items=64")
-    finished(folder, *arguments, "logging.checkpoint_every=1", "serving.num_replicas=1", timeout=400)
+    finished(
+        folder, f"model.adapter={tuned}", "algorithm.iterations=3", "evaluation.every=1", "evaluation.num_items=64",
+        "critic.warmup_iterations=1", "learner.num_learners=1", "algorithm.kl_in=reward", "algorithm.kl_target=0.02",
+        "learner.ema_decay=0.9", "evaluation.weights=ema", "logging.checkpoint_every=1", "serving.num_replicas=1",
+        "rollout.num_env_runners=1", config=ROOT / "configs/ppo_critic_adapter_tiny.yaml",
+    )  # fmt: skip
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     assert evaluations[0]["accuracy/default"] >= 0.95  # the first published version has the adapter
-    assert [entry["policy_version"] for entry in evaluations] == [1, 2, 3]
-    first = json.loads((folder / "checkpoints/iteration-000001/state.json").read_text())
-    assert first["version"] == 2
-    row = (folder / "progress.csv").read_text().splitlines()
-    ratio = dict(zip(row[0].split(","), row[1].split(","), strict=True))
-    assert float(ratio["policy/first_ratio_error"]) == 0 and abs(float(ratio["mismatch/kl"])) < 1e-5
+    rows = list(csv.DictReader((folder / "progress.csv").open()))
+    assert len(rows) == 3
+    assert float(rows[0]["policy/first_ratio_error"]) == 0 and abs(float(rows[0]["mismatch/kl"])) < 1e-5
+    assert float(rows[0]["policy/ratio_max"]) == 0 < float(rows[1]["policy/ratio_max"])  # the warm-up
+    assert float(rows[0]["policy/kl_coef"]) > 0
+    assert all(0 < float(row["value/loss"]) < 10 for row in rows)
+    weights = [(folder / f"{name}/adapter_model.safetensors").read_bytes() for name in ("adapter", "adapter-ema")]
+    assert weights[0] != weights[1]
+    assert run_files(folder) == files_in(folder)

@@ -79,6 +79,7 @@ def advantages_of(values: np.ndarray, reward: float) -> np.ndarray:
     return np.array(found[::-1])
 
 
+@pytest.mark.acceptance
 def test_two_hundred_numbers_are_those_of_an_independent_forward_pass(run_dir: Path) -> None:
     library, run, rng = Library([run_dir]), rl_vlm.load_run(run_dir), random.Random(0)
     rows = run.trajectories

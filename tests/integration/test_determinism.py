@@ -86,7 +86,10 @@ def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "changes",
-    [(), *(pytest.param(changes, marks=pytest.mark.acceptance) for changes in (PPO, CURRICULUM, FULL, FULL_PPO))],
+    [
+        ("serving.num_replicas=1",),
+        *(pytest.param(changes, marks=pytest.mark.acceptance) for changes in (PPO, CURRICULUM, FULL, FULL_PPO)),
+    ],
     ids=["grpo", "ppo", "curriculum", "full", "full ppo"],
 )
 def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ answered; and the same through Ray Serve's own proxy."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,15 @@ from accelerate import PartialState
 from core_support import adapted_policy, text_side
 from peft import LoraConfig, PeftModel, get_peft_model
 from ports import free_ports
+from ray import serve
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from rl_vlm.config import parse_config
+from rl_vlm.runs.ray_session import ray_cluster
+from rl_vlm.runs.serve_app import build
+
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from runs import REGISTRY, REPLICA, ServeProcess, ServeRun
+from runs import REGISTRY, REPLICA, ServeProcess
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -142,7 +146,12 @@ def test_replicas_and_registries_that_die_get_the_adapters_again(
         assert {str(sample(client, tiny_folder, model="kept")) for _ in range(6)} == {str(before)}
 
 
-def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(tiny_folder: Path, root: Path) -> None:
+@pytest.mark.acceptance
+def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(
+    tiny_folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The application that `serve run` starts, here without its command."""
+    monkeypatch.setenv("RL_VLM_API_TOKEN", TOKEN)
     adapted_policy(tiny_folder, seed=1).payload(1).write(root / "policy")
     train(tiny_folder, 7).save_pretrained(root / "loaded")
     (port,) = free_ports(1)
@@ -151,12 +160,10 @@ def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(tiny
         "model": str(tiny_folder), "adapter": str(root / "policy"),
         "overrides": [*overrides, "http.model_name=base", f"http.adapter_root={root}"],
     }  # fmt: skip
-    application = {"name": "vlm", "import_path": "rl_vlm.runs.serve_app:build", "args": arguments}
-    config = root / "serve.yaml"
-    config.write_text(str({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
-    with ServeRun(config, RL_VLM_API_TOKEN=TOKEN) as process:
-        url = f"http://127.0.0.1:{port}"
-        process.wait_until_healthy(url)
+    url = f"http://127.0.0.1:{port}"
+    with ray_cluster(parse_config({"resources": {"num_cpus": 4}})):
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build(arguments), name="vlm")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
 
         def load(path: str, **headers: str) -> httpx.Response:
@@ -169,4 +176,4 @@ def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(tiny
         found = {name: sample(client, tiny_folder, model=name, temperature=0) for name in ("base", "policy", "mine")}
         assert [version for version, *_ in found.values()] == ["base", "policy-v1", "mine-v1"]
         assert len({tuple(token_ids) for _, token_ids, _ in found.values()}) == 3
-        process.process.send_signal(signal.SIGINT)
+        serve.shutdown()

@@ -73,6 +73,7 @@ def test_a_run_resumed_at_any_of_five_points_is_the_same_run(tmp_path: Path) -> 
         resumed.stop()
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_several_env_runners_fill_one_replay_buffer(tmp_path: Path, deterministic: bool) -> None:
     run = two_runners(deterministic=deterministic)
@@ -164,6 +165,7 @@ def test_a_stop_leaves_no_steps_that_are_not_in_the_replay_buffer(tmp_path: Path
     algorithm.stop()
 
 
+@pytest.mark.acceptance
 def test_the_reset_critics_stay_reset_when_the_learner_dies_after_it(tmp_path: Path) -> None:
     run = run_config(learner__num_learners=1, learner__cpus_per_learner=0.25, preference__reset_updates=0)
     algorithm = build(run, tmp_path)
@@ -201,6 +203,7 @@ def test_the_reward_of_every_step_is_the_models_after_a_session(tmp_path: Path) 
     algorithm.stop()
 
 
+@pytest.mark.acceptance
 def test_a_remote_learner_learns_the_same(tmp_path: Path) -> None:
     local = build(run_config(), tmp_path / "local")
     remote = build(run_config(learner__num_learners=1, learner__cpus_per_learner=0.25), tmp_path / "remote")

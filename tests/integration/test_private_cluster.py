@@ -121,6 +121,7 @@ def value(samples: list[Sample], metric: str, **labels: str) -> float | None:
     return found[0] if found else None
 
 
+@pytest.mark.acceptance
 def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: Path) -> None:
     figures = RunMetrics(cluster, tmp_path, total=50)
     for iteration in range(1, 8):
@@ -160,6 +161,7 @@ def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: 
     until(lambda found: value(found, "run_active") == 0)
 
 
+@pytest.mark.acceptance
 def test_no_run_floods_the_agent(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     figures = RunMetrics(cluster, tmp_path, total=1)
     for iteration in range(3):

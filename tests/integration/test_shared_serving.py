@@ -115,6 +115,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.acceptance
 def test_the_policy_of_a_user_that_is_killed_is_collected(run: PolicyConfig, tiny_folder: Path) -> None:
     """The user is another job on the cluster, in another namespace."""
     address = ray.get_runtime_context().gcs_address
@@ -131,6 +132,7 @@ def test_the_policy_of_a_user_that_is_killed_is_collected(run: PolicyConfig, tin
             process.kill()
 
 
+@pytest.mark.acceptance
 def test_the_last_user_out_ends_the_service_and_the_next_one_starts_it_anew(
     tiny_folder: Path, run: PolicyConfig, adapters: PolicyAdapters
 ) -> None:

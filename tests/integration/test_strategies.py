@@ -63,7 +63,7 @@ def test_sharded_layers_make_the_update_of_one_process(tiny_folder: Path, refere
     moved = max(np.abs(array).max() for array in reference.adapter.values())
     assert moved > LR and len(reference.norms) == 6
     settings = {"strategy": "fsdp2"}
-    found = group(tiny_folder, 4, [0, 1, 2], settings)
+    found = group(tiny_folder, 2, [0, 1, 2], settings)
     check_equal(found, reference)
     check_shards(found, reference, settings)
 

@@ -40,31 +40,43 @@ class Heard(rl_vlm.Callback):
 
 
 @pytest.mark.timeout(600)
-def test_a_loop_that_is_left_early_saves_what_it_trained(tmp_path: Path) -> None:
-    steps = []
-    with rl_vlm.Trainer("quickstart", overrides=SMALL, run_dir=tmp_path / "run") as trainer:
+def test_a_loop_sees_what_is_learned_and_callbacks_by_name_may_end_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEARD)
+    ends: list[Mapping[str, Any]] = []
+
+    class Ended(rl_vlm.Callback):
+        def on_end(self, folder: Path, result: Mapping[str, Any]) -> None:
+            ends.append(result)
+
+    overrides = {**SMALL, "logging.callbacks": [f"{tmp_path}/mine.py:Heard"]}
+    folder = tmp_path / "run"
+    with rl_vlm.Trainer("quickstart", overrides=overrides, callbacks=[Ended()], run_dir=folder) as trainer:
         (before,) = trainer.sample()
-        for step in trainer:
-            steps.append(step)
-            if step.iteration == 2:
-                break
-        results = trainer.evaluate()
+        steps = [*trainer]
         sampled = trainer.sample(3, greedy=False)
-        assert list(trainer.run.progress["iteration"]) == [1, 2]
-    assert [step.iteration for step in steps] == [1, 2]
+        assert list(trainer.run.progress["iteration"]) == [1, 2, 3]
+    assert [step.iteration for step in steps] == [1, 2, 3]
     assert all(len(step.groups) == 4 == len(step.advantages[0]) for step in steps)
     assert steps[0].metrics["reward/mean"] == pytest.approx(
         sum(float(group.rewards.mean()) for group in steps[0].groups) / 4
     )
-    assert results["policy_version"] == 2 and len(sampled) == 3
+    assert len(sampled) == 3
     question, answer = before.trajectories[0].messages[-2:]
     assert question.role == "user" and answer.role == "assistant"
-    run = rl_vlm.load_run(tmp_path / "run")
-    assert run.metrics["status"] == "done" and run.metrics["iterations"] == 2
-    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
-    assert list(run.evaluations["iteration"]) == [0, 2]
+    run = rl_vlm.load_run(folder)
+    assert run.metrics["status"] == "done" and run.metrics["stopped_by"] == "three are enough"
+    assert ends[0]["iterations"] == run.metrics["iterations"] == 3
+    assert (folder / "adapter/adapter_model.safetensors").is_file()
+    assert list(run.evaluations["iteration"]) == [0, 3]
+    assert (folder / "heard.txt").read_text() == repr(
+        [
+            ("evaluation", 0, True), ("iteration", 1, True), ("checkpoint", 2, True), ("iteration", 2, True),
+            ("iteration", 3, True), ("evaluation", 3, True), ("checkpoint", 3, True), ("end", "done"),
+        ]
+    )  # fmt: skip
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(600)
 def test_an_error_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None:
     overrides = {**SMALL, "evaluation.num_items": 1}
@@ -76,26 +88,6 @@ def test_an_error_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None:
             _ = step.iteration / 0
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["status"] == "failed" and "ZeroDivisionError" in result["error"]
-
-
-@pytest.mark.timeout(600)
-def test_callbacks_by_name_hear_everything_and_may_end_the_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(HEARD)
-    ends: list[Mapping[str, Any]] = []
-
-    class Ended(rl_vlm.Callback):
-        def on_end(self, folder: Path, result: Mapping[str, Any]) -> None:
-            ends.append(result)
-
-    overrides = {**SMALL, "logging.callbacks": [f"{tmp_path}/mine.py:Heard"]}
-    run = rl_vlm.train("quickstart", overrides=overrides, callbacks=[Ended()], run_dir=tmp_path / "run")
-    assert (tmp_path / "run/heard.txt").read_text() == repr(
-        [
-            ("evaluation", 0, True), ("iteration", 1, True), ("checkpoint", 2, True), ("iteration", 2, True),
-            ("iteration", 3, True), ("evaluation", 3, True), ("checkpoint", 3, True), ("end", "done"),
-        ]
-    )  # fmt: skip
-    assert run.metrics["stopped_by"] == "three are enough" and ends[0]["iterations"] == 3
 
 
 def test_what_is_no_callback_is_said_before_anything_starts(tmp_path: Path) -> None:

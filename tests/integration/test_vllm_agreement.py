@@ -28,12 +28,13 @@ def engine(folder: Path) -> Iterator[VLLMEngine]:
     asyncio.run(engine.close())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.acceptance)])
 def test_engine_and_learner_agree_after_twenty_updates(engine: VLLMEngine, folder: Path, temperature: float) -> None:
     loop = Loop(folder, temperature, engine, learner__lr=1e-2)
     check_agreement(loop, updates=20)
 
 
+@pytest.mark.acceptance
 def test_engine_and_learner_agree_within_a_format(engine: VLLMEngine, folder: Path) -> None:
     form = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}}
     loop = Loop(folder, 0.7, engine, learner__lr=1e-2, rollout__format=form)

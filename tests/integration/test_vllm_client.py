@@ -38,6 +38,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.acceptance
 def test_its_chat_requests_with_random_images_all_succeed(server: Server, tiny_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     script.write_text(CLIENT)

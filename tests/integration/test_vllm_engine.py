@@ -526,7 +526,7 @@ def test_the_engine_core_and_the_files_are_gone_after_close(engine: VLLMEngine, 
     assert not engine.dead  # closed is not dead
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_the_engine_core_dies_with_a_killed_owner(owner: subprocess.Popen[str]) -> None:
     assert owner.stdout is not None
     root = Path(owner.stdout.readline().strip())

@@ -13,7 +13,7 @@ LIMITS = {"float32": 1e-4, "bfloat16": 0.15}  # nats
 @pytest.mark.parametrize(
     ("family", "dtype", "targets"),
     [
-        ("internvl", "float32", "all"),
+        pytest.param("internvl", "float32", "all", marks=pytest.mark.acceptance),
         pytest.param("qwen2_5_vl", "float32", "all", marks=pytest.mark.acceptance),
         pytest.param("idefics3", "float32", "all", marks=pytest.mark.acceptance),
         pytest.param("smolvlm", "float32", "all", marks=pytest.mark.acceptance),

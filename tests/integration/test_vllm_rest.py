@@ -22,7 +22,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.types import GenerationRequest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.acceptance]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from http_support import EngineBackend, serving, tiny_engine
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("schemas", "tools"), [(200, 50), pytest.param(2000, 500, marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize(("schemas", "tools"), [(60, 15), pytest.param(2000, 500, marks=pytest.mark.acceptance)])
 def test_no_schema_and_no_tools_hurt_a_server(tiny_folder: Path, schemas: int, tools: int) -> None:
     with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder) as server:
         statuses, seconds, mib = ask_all(server, requests(0, schemas, tools))

@@ -61,7 +61,7 @@ assert report.finish(out / "broken.json") == 1
 """
 
 
-pytestmark = pytest.mark.slow  # the whole benchmark runs once
+pytestmark = pytest.mark.acceptance  # the whole benchmark runs once
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,9 @@ def parity(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("parity")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.acceptance) if "published" in one else one for one in FAMILIES]
+)
 def test_a_family_computes_what_transformers_computes(parity: Any, family: str, tmp_path: Path) -> None:
     cells = parity.Parity(build(family, tmp_path / family)).run()
     assert parity.wrong(cells) == [], cells

@@ -38,7 +38,7 @@ def opened(name: str, index: int, split: str = "train"):
     return env
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.parametrize("name", ANSWERS)
 def test_it_is_a_sound_environment(name: str) -> None:
     report = check_environment(path_of(name), episodes=8, budget_s=0.5, answers=sorted(ANSWERS[name][0]))

@@ -160,7 +160,7 @@ def fake_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float 
 # --- the variants
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_the_warm_start_depends_on_its_seed_alone(variant: str) -> None:
     processor = tiny.build_processor(variant)

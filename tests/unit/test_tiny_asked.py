@@ -68,7 +68,7 @@ LESSONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.parametrize(("variant", "recipe"), LESSONS, ids=[recipe for _, recipe in LESSONS])
 def test_no_picture_of_a_test_split_is_in_a_lesson(variant: str, recipe: str) -> None:
     run, draw = load_config(CONFIGS / f"{recipe}.yaml"), VARIANTS[variant].lessons.drawer(1)
