@@ -24,6 +24,9 @@ from playwright.sync_api import Browser
 from runs import ROOT, environment, rl_vlm
 from tool_run import DIED, REPLICAS, write_tool_run
 
+# A report is the same page in one file.
+PLACES = ["address", pytest.param("report", marks=pytest.mark.acceptance)]
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -89,7 +92,7 @@ def report(places: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return out.as_uri()
 
 
-@pytest.mark.parametrize("where", ["address", "report"])
+@pytest.mark.parametrize("where", PLACES)
 def test_on_a_phone_tables_scroll_and_the_page_does_not(
     browser: Browser, address: str, where: str, request: pytest.FixtureRequest
 ) -> None:
@@ -118,7 +121,7 @@ def test_on_a_phone_tables_scroll_and_the_page_does_not(
     page.close()
 
 
-@pytest.mark.parametrize("where", ["address", "report"])
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     "place", ["#/episodes/tools", "#/sight/tools", "#/evaluation/tools", "#/groups/tools?group=12%2F1"]
 )
