@@ -59,7 +59,7 @@ real slow: export RAY_worker_niceness = 0
 real: install ## Each real thing once: the quickstart run, a server, vLLM, a preference run, actors that are killed
 	$(SHARED) -m "real and not slow and not acceptance" $$(grep -rl mark.real tests/e2e tests/integration)
 
-test: lint unit real ## All of these three: eleven minutes on two cores
+test: lint unit real ## All of these three: ten minutes on two cores
 
 slow: install ## Everything else that is no acceptance test: model families, strategies, recipes, fuzzing, the browser
 	$(SHARED) -m "slow and not acceptance" tests/e2e tests/integration $$(grep -rl mark.slow tests/security tests/unit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,6 +27,9 @@ from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import Split, UserInputError
 
 _TURNS = 32  # of a made episode, at most
+_SPELLED = 0.7  # tokens per letter: more are a word that the vocabulary does not have
+
+logger = logging.getLogger(__name__)
 
 
 def inspect_policy_run(config: PolicyConfig, answers: bool = True) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def _opened(
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool) -> dict[str, Any]:
-    env_id, summary = config.env.parts[name].id, dict[str, Any]()
+    env_id, summary, truths = config.env.parts[name].id, dict[str, Any](), list[str]()
     with _opened(config, name) as env:
         for split in dict.fromkeys(("train", config.evaluation.split)):
             validate = getattr(env, "validate", None)
@@ -103,7 +108,8 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
             if size == 0:
                 raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
             for index in _chosen(env, split, size):
-                observation, _ = env.reset(seed=0, options={"index": index, "split": split})
+                observation, info = env.reset(seed=0, options={"index": index, "split": split})
+                truths.append(str(info.get("truth", "")))
                 span = text.codec.encode_prompt(observation.messages)
                 length = len(text.expand(span.token_ids, span.images))
                 if length >= config.serving.max_context:
@@ -118,6 +124,14 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
                         f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
                     }
         _reward_made_answers(config, name, env, text, answers)
+    words = [word for truth in truths for word in re.findall(r"[^\W\d_]{4,}", truth)]
+    spelled = [word for word in words if len(text.codec.encode_raw(f" {word}")) > _SPELLED * len(word)]
+    if 2 * len(spelled) > len(words):
+        logger.warning(
+            "This model spells answers such as %r letter by letter, which it hardly learns: choose one that has their "
+            "words (tiny-words has 3,000).",
+            spelled[0],
+        )
     return summary
 
 

@@ -245,7 +245,8 @@ def test_a_chart_shows_the_part_that_is_dragged_over(opened: Opened) -> None:
     assert opened.problems == []
 
 
-def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.acceptance)])
+def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str, every: int) -> None:
     """Each of the payloads in questions, answers, thoughts, tool calls, replies, info, names, messages, metrics, failures."""
     assert len(PAYLOADS) >= 50
     listed = answer(address, "runs/hostile/episodes")
@@ -254,9 +255,9 @@ def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str) -> N
     opened.page.add_init_script("Object.defineProperty(window, 'pwned', {set() { alert('pwned') }})")
     groups = [
         f"/#/groups/hostile?{httpx.QueryParams({'group': name})}"
-        for name in dict.fromkeys(listed["group"][: 2 * len(TEXTS) : 8])
+        for name in dict.fromkeys(listed["group"][: 2 * len(TEXTS) : 8 * every])
     ]
-    episodes = [f"/#/episodes/hostile?open={name}&colour=engine" for name in listed["id"][: 2 * len(TEXTS) : 2]]
+    episodes = [f"/#/episodes/hostile?open={name}&colour=engine" for name in listed["id"][: 2 * len(TEXTS) : 2 * every]]
     for place in ("/", *(f"/#/{view}/hostile" for view in VIEWS), *episodes, *groups):
         page = opened.go(place)
         assert not set(page.locator("body").inner_text()) & set(marks), place

@@ -131,6 +131,7 @@ def test_trls_own_client_publishes_each_version_under_a_new_name(
     assert [model.id for model in client.models.list()] == ["base"]
 
 
+@pytest.mark.acceptance
 def test_replicas_and_registries_that_die_get_the_adapters_again(
     server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
     algorithm.stop()
 
 
+@pytest.mark.acceptance
 def test_a_dead_env_runner_costs_its_open_episodes_and_not_the_checkpoint(tmp_path: Path) -> None:
     run = two_runners()
     algorithm = build(run, tmp_path / "one")

@@ -68,7 +68,7 @@ def test_what_a_start_that_failed_has_started_is_ended(monkeypatch: pytest.Monke
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dashboard", [False, True])
+@pytest.mark.parametrize("dashboard", [False, pytest.param(True, marks=pytest.mark.acceptance)])
 def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
     run = PolicyConfig.model_validate({"resources": {"dashboard": dashboard, "num_cpus": 4}})
     before = set(psutil.Process().children(recursive=True))  # of other tests here, such as a resource tracker

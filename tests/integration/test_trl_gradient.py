@@ -57,6 +57,7 @@ def our_samples(inputs: dict[str, Any]) -> list[Sample]:
     return samples
 
 
+@pytest.mark.acceptance
 def test_the_gradient_of_a_minibatch_is_trls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     folder = resolve_model("tiny")  # it finds right answers now and then: advantages are not zero

@@ -539,7 +539,7 @@ def test_the_engine_core_dies_with_a_killed_owner(owner: subprocess.Popen[str]) 
     assert not root.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
     engine = VLLMEngine(model, vllm_config(1024, rank=8))
 

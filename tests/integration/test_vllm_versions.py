@@ -28,7 +28,7 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.acceptance]
 
 VERSIONS = (1, 2, 3)
 TOLERANCE = 1e-4
@@ -54,7 +54,6 @@ def vllm(folder: Path, mode: InFlightUpdates | None) -> Iterator[VLLMEngine]:
         asyncio.run(engine.close())
 
 
-@pytest.mark.acceptance
 def test_pieces_of_partial_rollouts_are_as_likely_as_under_the_versions_that_they_name(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -64,7 +63,7 @@ def test_pieces_of_partial_rollouts_are_as_likely_as_under_the_versions_that_the
     assert any(turn.pieces for one in group.trajectories for turn in one.turns)
 
 
-@pytest.fixture(scope="module", params=["keep", pytest.param("recompute", marks=pytest.mark.acceptance)])
+@pytest.fixture(scope="module", params=["keep", "recompute"])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[VLLMEngine]:
     """An engine with in-flight updates."""
     with vllm(folder, request.param) as engine:

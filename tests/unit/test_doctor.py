@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from core_support import adapted_policy
 from packaging.version import Version
+from PIL import Image
 
 from rl_vlm.cli import doctor
 from rl_vlm.cli import run as rl_vlm
@@ -320,3 +321,15 @@ def test_a_dry_run_rewards_made_answers_finds_long_prompts_and_compares_an_adapt
         given.append("model.path=tiny-words")
     with pytest.raises(UserInputError, match=words):
         inspect_run(load_config("qa_tiny", given))
+
+
+@pytest.mark.parametrize(("model", "spelled"), [("{folder}", True), ("tiny-words", False)])
+def test_a_model_that_spells_the_answers_is_told(
+    model: str, spelled: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "one.png")
+    for split, asked in (("train", "Which animal?"), ("test", "Who is it?")):
+        rows = [{"image": "one.png", "question": asked, "answer": word} for word in ("tiger", "horse", "bird")]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    inspect_run(load_config("qa_tiny", [f"env.data={tmp_path}", f"model.path={model.format(folder=tiny_folder)}"]))
+    assert ("'tiger' letter by letter" in caplog.text) == spelled
