@@ -16,6 +16,7 @@ from pathlib import Path
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
 from rl_vlm.config.section import keys_of
+from rl_vlm.config.sft import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "rl_vlm/config/elsewhere.csv"
@@ -34,7 +35,7 @@ _NAME = re.compile(r"(?:--)?[A-Za-z][\w.-]*")
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """System, its name of a key, our keys, and what to know where we have none."""
-    known = {*keys_of(PolicyConfig), *keys_of(PreferenceConfig)}
+    known = {*keys_of(PolicyConfig), *keys_of(PreferenceConfig), *keys_of(SFTConfig)}
     for page, system in PAGES.items():
         for section in (ROOT / f"docs/{page}.md").read_text().split("\n## "):
             for line in section.splitlines():

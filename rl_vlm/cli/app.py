@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from rl_vlm.cli import envs, evaluation, labels, recipes, reference, runs, show, tools, view
+from rl_vlm.cli.foreign_options import check_options
 from rl_vlm.cli.output import error_report, log_to_stderr, say
 from rl_vlm.deadlines import exit_process
 
@@ -45,23 +46,6 @@ def _root(
     pass
 
 
-def _check_options(command: Any, given: Sequence[str]) -> None:
-    """Raise UserInputError for an option of another system, whose name is known and which is a key here."""
-    names = iter(given)
-    while (commands := getattr(command, "commands", None)) is not None:
-        command = commands.get(next(names, ""))
-    known = {option for one in getattr(command, "params", ()) for option in (*one.opts, *one.secondary_opts)}
-    for option in (word.partition("=")[0] for word in names if command and word.startswith("--")):
-        if not {option, option.replace("_", "-")} & known:
-            from rl_vlm.config.elsewhere import counterpart
-            from rl_vlm.config.policy import PolicyConfig
-            from rl_vlm.config.section import keys_of
-            from rl_vlm.types import UserInputError
-
-            if meant := counterpart(option[2:], [*keys_of(PolicyConfig)]):
-                raise UserInputError(f"There is no option {option}. {meant} Keys are given as section.key=value.")
-
-
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point of `rl-vlm`."""
     exit_process(run(argv))
@@ -74,7 +58,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         given = list(sys.argv[1:] if argv is None else argv)
         command = typer.main.get_command(app)
-        _check_options(command, given)
+        check_options(command, given)
         # Not app(): it replaces sys.excepthook for the whole process.
         command.main(given, prog_name="rl-vlm")
     except SystemExit as end:

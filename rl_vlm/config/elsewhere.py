@@ -21,14 +21,23 @@ def _rows() -> dict[str, dict[str, str]]:
     return found
 
 
+def _row(key: str) -> dict[str, str]:
+    parts = key.replace("-", "_").split(".")
+    return next((row for k in range(len(parts)) if (row := _rows().get(".".join(parts[k:])))), {})
+
+
+def counterparts(key: str, known: Collection[str]) -> list[str]:
+    """Those of the `known` keys that a key of another system is."""
+    return [one for one in _row(key).get("keys", "").split() if one in known and one != key]
+
+
 def counterpart(key: str, known: Collection[str]) -> str:
     """A sentence that says which of the `known` keys a key of another system is; "" if it is none."""
-    parts = key.replace("-", "_").split(".")
-    row = next((row for k in range(len(parts)) if (row := _rows().get(".".join(parts[k:])))), None)
-    if row is None:
+    row, parts = _row(key), key.replace("-", "_").split(".")
+    if not row:
         return ""
     name = f"{row['system']} calls it {row['name']}" if row["name"] != key else f"It is a key of {row['system']}"
-    if keys := [one for one in row["keys"].split() if one in known and one != key]:
+    if keys := counterparts(key, known):
         same = all(one.rpartition(".")[2] == parts[-1] for one in keys)
         return f"Did you mean {' or '.join(keys)}?" + ("" if same else f" {name}.")
     return f"{name}; here: {row['advice']}." if row["advice"] else ""

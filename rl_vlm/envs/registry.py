@@ -83,6 +83,13 @@ def resolve(env_id: str) -> EnvFactory:
 _OF_VLM_GYM = {"truefalse": "NLVR2-v0", "vision": "Caption-v0", "vision_caption": "Caption-v0"}  # its names of ours
 
 
+def nearest(env_id: str) -> str:
+    """The registered environment that a name is likely to mean; "" if there is none."""
+    by_name = {name.lower().removesuffix("-v0"): name for name in registered()} | _OF_VLM_GYM
+    found = difflib.get_close_matches(env_id.lower(), by_name, n=1, cutoff=0.4)
+    return by_name[found[0]] if found else ""
+
+
 def find(env_id: str) -> Any:
     """The class or function that an id, module or file names; of a module, its environment."""
     known = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
@@ -90,9 +97,7 @@ def find(env_id: str) -> Any:
         point = provided(ENTRY_POINT_GROUP).get(env_id)
         known = point.value if point is not None else None
     if known is None:
-        by_name = {name.lower().removesuffix("-v0"): name for name in registered()} | _OF_VLM_GYM
-        nearest = difflib.get_close_matches(env_id.lower(), by_name, n=1, cutoff=0.4)
-        hint = f" Did you mean {by_name[nearest[0]]}?" if nearest else ""
+        hint = f" Did you mean {meant}?" if (meant := nearest(env_id)) else ""
         raise UserInputError(
             f"Unknown environment {env_id!r}.{hint} Known: {', '.join(registered())}; "
             "or name one as package.module:Class or path/to/env.py, verifiers:NAME, openenv:URL or remote:URL."
