@@ -21,6 +21,7 @@ _KINDS: dict[type[Section], str] = {
     PreferenceConfig: "with algorithm.name preference_sac",
     SFTConfig: "in `rl-vlm sft`",
 }
+_ALONE = {"sft": "remove it, or give the configuration to `rl-vlm sft`."}  # sections of one kind
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
@@ -50,13 +51,13 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
 
 def _unknown(location: Sequence[str], root: type[Section]) -> str:
     section = root
-    for part in location[:-1]:
+    for part in location[:-1] if location[0] in root.model_fields else ():
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
     key, parent = ".".join(location), "".join(f"{part}." for part in location[:-1])
-    meant = _meant(key, parent, [*keys_of(section, parent)], [*keys_of(root)])
+    meant = _meant(key, parent, [*keys_of(section, parent)] if parent or section is root else [], [*keys_of(root)])
     if root in _KINDS and _of_any_kind(key):
-        advice = f"{meant[0].lower()}{meant[1:]}" if meant else "remove it."
+        advice = f"{meant[0].lower()}{meant[1:]}" if meant else _ALONE.get(key, "remove it.")
         return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     known = f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {meant or known}"
@@ -71,8 +72,8 @@ def _meant(key: str, parent: str, beside: Sequence[str], everywhere: Sequence[st
     of the same section only."""
     name = key.removeprefix(parent).lower().replace("-", "_")
     siblings = [one for one in beside if "." not in one.removeprefix(parent)]
-    typo = _nearest(name, siblings, 0.85)
-    if not typo and (foreign := counterpart(key, everywhere)):
+    typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
+    if foreign and (not typo or counterpart(name, everywhere)):
         return foreign
     meant = typo or _nearest(name, beside if parent else siblings, 0.78) or _nearest(name, everywhere, 1.0)
     return f"Did you mean {meant}?" if meant else ""

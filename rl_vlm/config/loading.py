@@ -23,6 +23,8 @@ from rl_vlm.types import UserInputError
 
 _Config = TypeVar("_Config", bound=Section)
 TrainConfig: TypeAlias = PolicyConfig | PreferenceConfig
+_DATA = "data, which env.data or sft.data of a configuration names"
+_NO_YAML = {".toml": "TOML, which other systems read"} | dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet"), _DATA)
 # The class of a configuration, by algorithm.name.
 _CLASSES: dict[str, type[PolicyConfig] | type[PreferenceConfig]] = {
     "grpo": PolicyConfig,
@@ -55,11 +57,14 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
     data: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
-        loaded = load_yaml_file(file, "config")
-        if loaded is not None and not isinstance(loaded, dict):
-            kind = type(loaded).__name__
+        if file.suffix in _NO_YAML:
+            raise UserInputError(f"{file} is {_NO_YAML[file.suffix]}: give a YAML file or the name of a recipe.")
+        data = load_yaml_file(file, "config")
+        if data is None:
+            raise UserInputError(f"The config {file} is empty: `rl-vlm recipes` lists recipes to begin with.")
+        if not isinstance(data, dict):
+            kind = type(data).__name__
             raise UserInputError(f"The config {file} must hold sections such as `model:`, not a {kind}.")
-        data = loaded or {}
     return apply_words(data, overrides)
 
 

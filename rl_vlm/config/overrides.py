@@ -57,8 +57,10 @@ def parse_override(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise UserInputError(f"Override {override!r} must have the form section.key=value, such as learner.lr=1e-3.")
+    if not text.strip():
+        raise UserInputError(f"Override {override!r} has no value: write null where none is meant.")
     try:
-        value = load_yaml(text) if text else None
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
         raise UserInputError(f"The value of override {override!r} is not valid YAML ({problem}): quote it.") from error

@@ -8,6 +8,7 @@ first hundred rows of any of them.
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
 import logging
 import math
@@ -154,8 +155,10 @@ def open_table(schema: Schema[Item], source: str, split: str) -> DataTable[Item]
     path, files = Path(name).expanduser(), []
     if path.exists():
         files = local_files(path, split)
-    elif not HUB_NAME.fullmatch(name):
-        raise UserInputError(f"There is no file or folder {name!r}, and it is no name of a data set on the hub.")
+    elif not HUB_NAME.fullmatch(name) or "/" not in name:
+        near = difflib.get_close_matches(path.name, (one.name for one in path.parent.glob("*")), n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "data of the hub are named OWNER/NAME."
+        raise UserInputError(f"There is no file or folder {name!r} here ({Path.cwd()}): {hint}")
     versions = tuple((file.absolute(), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     return _opened(schema, source, split, versions)  # type: ignore[return-value]  # of this schema
 

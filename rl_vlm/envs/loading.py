@@ -52,7 +52,8 @@ def load_object(spec: str) -> Any:
     if not attribute:
         return module
     if not hasattr(module, attribute):
-        raise UserInputError(f"{target} has no {attribute!r}.")
+        own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+        raise UserInputError(f"{target} has no {attribute!r}; it has {', '.join(own[:10]) or 'nothing of its own'}.")
     return getattr(module, attribute)
 
 

@@ -136,7 +136,7 @@ def load_run(folder: RunDir) -> Run:
     """The results of a run that has ended or goes on. Raises UserInputError if the folder is none of a run."""
     run = Run(folder)
     if not run.read("config.yaml"):
-        raise UserInputError(f"{folder} is not the folder of a run: it holds no config.yaml.")
+        raise UserInputError(f"{folder} is not the folder of a run: it holds no config.yaml, or an empty one.")
     return run
 
 

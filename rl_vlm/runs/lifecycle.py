@@ -28,6 +28,23 @@ _FIXED = (
 )  # fmt: skip
 
 
+def changed_settings(folder: Path, config: TrainConfig | SFTConfig) -> str:
+    """What a run that goes on has otherwise than before, as a sentence. Raises UserInputError for a setting that
+    changes what is learned."""
+    saved = folder / "config.yaml"
+    if saved.is_file() and not saved.stat().st_size:
+        raise UserInputError(f"{saved} is empty: restore it, or begin anew with --overwrite.")
+    changes = changes_since(saved, config) if saved.is_file() else {}
+    sentences = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
+    fixed = [text for key, text in sentences.items() if f"{key}.".startswith(_FIXED)]
+    if fixed:
+        raise UserInputError(
+            f"The run in {folder} cannot go on with other settings ({', '.join(fixed)}): leave these overrides out and "
+            f"give {folder} in place of the configuration, repeat those it began with, or choose another --run-dir."
+        )
+    return f"Going on with other settings: {', '.join(sentences.values())}." if sentences else ""
+
+
 class BaseRun(ABC):
     """One command that trains. The constructor raises UserInputError where the newest checkpoint does not fit."""
 
@@ -63,17 +80,8 @@ class BaseRun(ABC):
         self.write_errors = 0
 
     def _changes(self) -> str:
-        """Other settings than before, as a sentence. Raises UserInputError for one that changes what is learned."""
-        saved = self.folder / "config.yaml"
-        changes = changes_since(saved, self.config) if saved.is_file() else {}
-        sentences = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
-        fixed = [text for key, text in sentences.items() if f"{key}.".startswith(_FIXED)]
-        if fixed:
-            raise UserInputError(
-                f"The run in {self.folder} cannot go on with other settings ({', '.join(fixed)}): repeat the overrides "
-                f"that it began with, give {self.folder} in place of the configuration, or choose another --run-dir."
-            )
-        return f"Going on with other settings: {', '.join(sentences.values())}." if sentences else ""
+        """As `changed_settings`."""
+        return changed_settings(self.folder, self.config)
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         def draw(folder: Path) -> None:

@@ -99,6 +99,7 @@ def _opened(
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool) -> dict[str, Any]:
     env_id, summary, truths = config.env.parts[name].id, dict[str, Any](), list[str]()
+    tightest = (config.serving.max_context, 0, "")
     with _opened(config, name) as env:
         for split in dict.fromkeys(("train", config.evaluation.split)):
             validate = getattr(env, "validate", None)
@@ -117,6 +118,7 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
                         f"The {split} prompt of item {index} has {length} tokens and serving.max_context is "
                         f"{config.serving.max_context}: raise it, leave the item out, or shrink its images."
                     )
+                tightest = min(tightest, (config.serving.max_context - length, index, split))
                 if index == 0:
                     summary |= {
                         f"{split}_items": size,
@@ -124,6 +126,13 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
                         f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
                     }
         _reward_made_answers(config, name, env, text, answers)
+    left, at, where = tightest
+    if left < (wanted := min(config.rollout.max_new_tokens_per_turn, config.rollout.max_new_tokens)):
+        logger.warning(
+            "The %s prompt of item %d leaves %d tokens for an answer that may take %d: raise serving.max_context, or "
+            "lower rollout.max_new_tokens_per_turn.",
+            *(where, at, left, wanted),
+        )
     words = [word for truth in truths for word in re.findall(r"[^\W\d_]{4,}", truth)]
     spelled = [word for word in words if len(text.codec.encode_raw(f" {word}")) > _SPELLED * len(word)]
     if 2 * len(spelled) > len(words):

@@ -11,11 +11,12 @@ from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.loading import check_quantization, check_weights
 from rl_vlm.monitoring.callbacks import Callback
+from rl_vlm.runs.lifecycle import changed_settings
 from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.runs.policy_checks import inspect_policy_run
 from rl_vlm.runs.preference import PreferenceRun, inspect_preference_run
 from rl_vlm.runs.preference_evaluation import evaluate_preference_run
-from rl_vlm.runs.remote_folder import RunDir
+from rl_vlm.runs.remote_folder import RunDir, is_remote
 from rl_vlm.runs.run_folder import check_run_dir, opened_run_folder
 from rl_vlm.runs.surroundings import check_resources, found_obstacles, joins_cluster
 from rl_vlm.types import UserInputError
@@ -50,7 +51,14 @@ def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: 
         lambda: check_resources(config) if not joins_cluster() else None,
         lambda: check_weights(config.model.path) if config.serves else None,
         lambda: check_run_dir(run_dir, resume, overwrite),
+        lambda: _check_settings(config, run_dir) if resume and not is_remote(run_dir) else None,
     )
+
+
+def _check_settings(config: TrainConfig, run_dir: RunDir) -> None:
+    """Raise UserInputError where a run with checkpoints cannot go on with a configuration."""
+    if any(Path(run_dir, "checkpoints").glob("*")):
+        changed_settings(Path(run_dir), config)
 
 
 @contextmanager

@@ -130,8 +130,9 @@ class RunReader:
     def _line(
         self, config: dict[str, Any], result: dict[str, Any], progress: pd.DataFrame, evaluations: pd.DataFrame
     ) -> Answer:
-        algorithm, env = config.get("algorithm") or {"name": "sft"}, config.get("env") or {}
         kind = next((kind for kind in ("preference", "sft") if kind in config), "policy")
+        without = ("sft", "conversations") if kind == "sft" else ("?", "?")
+        algorithm, env = config.get("algorithm") or {"name": without[0]}, config.get("env") or {}
         accuracy = next((evaluations[key] for key in evaluations if key.startswith("accuracy/")), ())
         total = algorithm.get("iterations") or config.get(kind, {}).get(
             "total_steps" if kind == "preference" else "steps"
@@ -143,7 +144,7 @@ class RunReader:
             "sweep": self._sweep,
             "kind": kind,
             "algorithm": str(algorithm.get("name", "grpo")),
-            "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or "conversations",
+            "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or without[1],
             "status": str(result.get("status", "running" if time.time() - changed < _SILENT_S else "no result")),
             "error": str(result.get("error", "")),
             "iterations": int(progress["iteration"].iloc[-1]) if len(progress) else 0,

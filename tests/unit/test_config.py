@@ -52,6 +52,24 @@ def test_a_key_of_another_system_leads_to_ours(key: str, ours: str) -> None:
     assert ours in complaint(apply_overrides({}, {key: 1}))
 
 
+def test_a_name_of_another_system_comes_before_a_like_one_of_ours() -> None:
+    assert "algorithm.kl_coef" in complaint({"learner": {"beta": 0.1}})  # not Adam's betas
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("empty.yaml", "is empty"), ("rl.toml", "is TOML"), ("rows.jsonl", "env.data or sft.data")]
+)
+def test_a_file_that_is_no_configuration_is_named(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserInputError, match=words):
+        load_config(tmp_path / name)
+
+
+def test_an_override_without_a_value_is_an_error() -> None:
+    with pytest.raises(UserInputError, match="has no value"):
+        load_config(None, ["learner.lr="])
+
+
 def test_other_systems_names_are_those_of_their_pages() -> None:
     root = Path(__file__).parents[2]
     written = runpy.run_path(str(root / "docs/key_names.py"))["table"]()

@@ -244,6 +244,7 @@ def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
     [
         (["--run-dir={folder}"], "--overwrite"),
         (["--run-dir={folder}", "--resume"], "holds no run"),
+        (["--run-dir={folder}/ran", "--resume"], "env.id Other-v0 → Shapes-v0"),
         (["--run-dir=/proc/1/run"], "Cannot write"),
         (["--run-dir=nowhere://bucket/run"], "nowhere"),
         (["model.path={folder}/bare"], "safetensors"),
@@ -267,13 +268,15 @@ def test_a_dry_run_names_what_the_start_would_reject(
     for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     shutil.copytree(tiny_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "ran/checkpoints/iteration-000001").mkdir(parents=True)
+    (tmp_path / "ran/config.yaml").write_text("env: {id: Other-v0}")
     config = str(ROOT / "configs/quickstart.yaml")
     arguments = ["train", config, f"model.path={tiny_folder}", f"--run-dir={tmp_path}/new"]
     arguments += [change.format(folder=tmp_path) for change in changes]
     code, printed = rl_vlm([*arguments, "--dry-run"]), capsys.readouterr()
     named = [line for line in printed.out.splitlines() if line.startswith("not here: ")]
     assert code == 2 and words in "\n".join([printed.err, *named])
-    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "ran"]
 
 
 REWARDS = """

@@ -273,7 +273,7 @@ number = 4
     ("reward", "sentence"),
     [
         ("broken.py:needs", "needs needs the column gold, and the data have answer, colour"),
-        ("broken.py:absent", "has no 'absent'"),
+        ("broken.py:absent", "has no 'absent'; it has "),
         ("broken.py:number", "is a int, not a function"),
         ("broken.py:Two", "cannot be made without arguments"),
         ("exactly", "'exactly' is not a reward function; there are exact, math"),
