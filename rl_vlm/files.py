@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
 import errno
 import fcntl
 import io
@@ -120,6 +121,12 @@ def resolved(path: str | Path) -> Path:
         return Path(path).expanduser().resolve()
     except (OSError, RuntimeError) as error:
         raise UserInputError(f"The path {path} leads nowhere ({error}): correct it.") from error
+
+
+def did_you_mean(path: Path, pattern: str = "*") -> str:
+    """A sentence with what there is in place of a path that is not there; "" where nothing is called alike."""
+    near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob(pattern)], n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
 
 
 def append_whole(path: str | Path, data: bytes) -> None:

@@ -30,7 +30,8 @@ def _translate(given: Sequence[str], known: set[str]) -> None:
     from rl_vlm.envs.registry import nearest
     from rl_vlm.types import UserInputError
 
-    first, words, left, ours = "", list[str](), list(given), [*keys_of(SFTConfig if "sft" in given else PolicyConfig)]
+    ours = [*keys_of(SFTConfig if given[0] == "sft" else PolicyConfig)]
+    first, words, left = "", list[str](), list(given)
     while left:
         option, equals, value = left.pop(0).partition("=")
         dashed = option.replace("_", "-")

@@ -21,7 +21,6 @@ _KINDS: dict[type[Section], str] = {
     PreferenceConfig: "with algorithm.name preference_sac",
     SFTConfig: "in `rl-vlm sft`",
 }
-_ALONE = {"sft": "remove it, or give the configuration to `rl-vlm sft`."}  # sections of one kind
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
@@ -50,14 +49,16 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
 
 
 def _unknown(location: Sequence[str], root: type[Section]) -> str:
-    section = root
-    for part in location[:-1] if location[0] in root.model_fields else ():
+    section, (*outer, _) = root, location
+    key, parent = ".".join(location), "".join(f"{part}." for part in outer)
+    for part in outer:
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
-    key, parent = ".".join(location), "".join(f"{part}." for part in location[:-1])
-    meant = _meant(key, parent, [*keys_of(section, parent)] if parent or section is root else [], [*keys_of(root)])
+    beside = [] if outer and outer[0] not in root.model_fields else [*keys_of(section, parent)]
+    meant = _meant(key, parent, beside, [*keys_of(root)])
     if root in _KINDS and _of_any_kind(key):
-        advice = f"{meant[0].lower()}{meant[1:]}" if meant else _ALONE.get(key, "remove it.")
+        remove = "remove it, or give the configuration to `rl-vlm sft`." if key == "sft" else "remove it."
+        advice = f"{meant[0].lower()}{meant[1:]}" if meant else remove
         return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     known = f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {meant or known}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -18,7 +17,7 @@ from rl_vlm.config.recipes import find_config
 from rl_vlm.config.section import Section
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.config.yaml_text import Dumper, load_yaml
-from rl_vlm.files import write_atomic
+from rl_vlm.files import did_you_mean, write_atomic
 from rl_vlm.types import UserInputError
 
 _Config = TypeVar("_Config", bound=Section)
@@ -73,8 +72,7 @@ def load_yaml_file(file: Path, what: str) -> Any:
     try:
         return load_yaml(file.read_text())
     except OSError as error:
-        names = difflib.get_close_matches(file.name, [near.name for near in file.parent.glob("*.y*ml")], n=1)
-        hint = f" Did you mean {file.parent / names[0]}?" if names else ""
+        hint = did_you_mean(file, "*.y*ml")
         raise UserInputError(f"Cannot read the {what} {file}: {error.strerror or error}.{hint}") from error
     except UnicodeDecodeError as error:
         raise UserInputError(f"The {what} {file} is not a text file ({error.reason}).") from error

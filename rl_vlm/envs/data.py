@@ -8,7 +8,6 @@ first hundred rows of any of them.
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import logging
 import math
@@ -23,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from rl_vlm.envs.images import MAX_PATH, BadImageError, check_header, decode, image_bytes
 from rl_vlm.envs.rows import BadRowError, Rows, file_rows, hub_rows
 from rl_vlm.envs.sources import DataSource, local_files, reject_shared_rows, split_hint, split_slice, split_sources
+from rl_vlm.files import did_you_mean
 from rl_vlm.rewards.truths import bare_truth, is_bare
 from rl_vlm.types import EncodedImage, Split, UserInputError
 
@@ -155,10 +155,9 @@ def open_table(schema: Schema[Item], source: str, split: str) -> DataTable[Item]
     path, files = Path(name).expanduser(), []
     if path.exists():
         files = local_files(path, split)
-    elif not HUB_NAME.fullmatch(name) or "/" not in name:
-        near = difflib.get_close_matches(path.name, (one.name for one in path.parent.glob("*")), n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "data of the hub are named OWNER/NAME."
-        raise UserInputError(f"There is no file or folder {name!r} here ({Path.cwd()}): {hint}")
+    elif not HUB_NAME.fullmatch(name):
+        hint = did_you_mean(path)
+        raise UserInputError(f"There is no file or folder {name!r}, and it is no name of a data set on the hub.{hint}")
     versions = tuple((file.absolute(), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     return _opened(schema, source, split, versions)  # type: ignore[return-value]  # of this schema
 

@@ -36,6 +36,7 @@ from rl_vlm.envs.tables import (
     text_table,
     unpacked,
 )
+from rl_vlm.files import did_you_mean
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 
@@ -268,8 +269,8 @@ def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Seq
         dataset = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserInputError(
-            f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a "
-            "data set of the hub, fetch it once with `rl-vlm fetch` while online."
+            f"There is no file or folder {name!r} here.{did_you_mean(Path(name))} Nor does it open as a data set "
+            f"of the hub, split {split!r} ({one_line(error)}): fetch it once with `rl-vlm fetch` while online."
         ) from error
     # Arrow keeps images as they are stored, in files that are mapped into memory; the default format decodes them.
     stored = dataset.select_columns(chosen_columns(dataset.column_names, name, columns, optional)).with_format("arrow")

@@ -126,6 +126,12 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
                         f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
                     }
         _reward_made_answers(config, name, env, text, answers)
+    _warn_of_answers(config, text, tightest, truths)
+    return summary
+
+
+def _warn_of_answers(config: PolicyConfig, text: TextSide, tightest: tuple[int, int, str], truths: list[str]) -> None:
+    """tightest: how many tokens the longest prompt leaves, its item and its split. truths: right answers."""
     left, at, where = tightest
     if left < (wanted := min(config.rollout.max_new_tokens_per_turn, config.rollout.max_new_tokens)):
         logger.warning(
@@ -141,7 +147,6 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
             "words (tiny-words has 3,000).",
             spelled[0],
         )
-    return summary
 
 
 def _chosen(env: VisionEnv, split: Split, size: int | None) -> list[int]:

@@ -214,8 +214,12 @@ class RunReader:
         return []
 
     def _losses(self) -> list[Answer]:
-        lines = self._lines("failures.jsonl")
-        counted = Counter((int(one.get("iteration") or 0), str(one.get("reason"))) for one in lines)
+        """Why groups were lost, by iteration."""
+        name = "failures.jsonl"
+        return self._once(name, self._run.files("").get(name, ""), self._counted_losses) or []
+
+    def _counted_losses(self, name: str) -> list[Answer]:
+        counted = Counter((int(one.get("iteration") or 0), str(one.get("reason"))) for one in self._lines(name))
         return [
             {"iteration": iteration, "reason": reason, "count": count}
             for (iteration, reason), count in [*counted.items()][-_MESSAGES:]

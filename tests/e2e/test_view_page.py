@@ -247,7 +247,10 @@ def test_a_chart_shows_the_part_that_is_dragged_over(opened: Opened) -> None:
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.acceptance)])
 def test_nothing_in_a_run_can_run_in_the_page(opened: Opened, address: str, every: int) -> None:
-    """Each of the payloads in questions, answers, thoughts, tool calls, replies, info, names, messages, metrics, failures."""
+    """Each of the payloads in questions, answers, thoughts, tool calls, replies, info, names, messages, metrics, failures.
+
+    every: of how many episodes one is opened.
+    """
     assert len(PAYLOADS) >= 50
     listed = answer(address, "runs/hostile/episodes")
     assert len(listed["id"]) == 3 * len(TEXTS)

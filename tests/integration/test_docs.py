@@ -19,6 +19,7 @@ from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.config.recipes import recipe_names
 from rl_vlm.config.sweep import load_sweep
+from rl_vlm.runs.api import load_run
 from rl_vlm.zoo.shapes.environment import shapes_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +186,10 @@ def test_scripts_of_the_python_page_run_as_shown(
     printed = [line.split() for line in lines]
     assert [words[0] for words in printed if words[0] in ("1", "2")] == ["1"]
     assert 0 <= float(printed[-1][0]) <= 1
-    assert (tmp_path / "runs/mine/adapter").is_dir()
+    run = load_run("runs/mine")  # left early, and saved
+    assert (run.metrics["status"], run.metrics["iterations"]) == ("done", 1)
+    assert list(run.evaluations["iteration"]) == [0, 1] and run.evaluations["policy_version"].iloc[-1] == 1
+    assert (tmp_path / "runs/mine/adapter/adapter_model.safetensors").is_file()
     recipe = str(ROOT / "configs/quickstart.yaml")
     named = f"logging.callbacks=[{tmp_path}/early.py:Enough]"
     assert rl_vlm(["train", recipe, named, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0

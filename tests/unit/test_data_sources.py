@@ -49,7 +49,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(source):
         open_table(QUESTIONS, source, "train")
 
 
-def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
+def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch, tmp_path):
     import datasets
 
     def offline(name, split):
@@ -58,6 +58,10 @@ def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserInputError, match="rl-vlm fetch"):
         open_table(QUESTIONS, "owner/name", "train")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-data").mkdir()
+    with pytest.raises(UserInputError, match="Did you mean my-data?"):
+        open_table(QUESTIONS, "my-dta", "train")
 
 
 def test_a_hub_set_is_read_as_it_is_stored(monkeypatch, tmp_path):
