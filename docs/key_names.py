@@ -2,7 +2,8 @@
 
     python docs/key_names.py
 
-An unknown key whose name is another system's is answered with ours.
+An unknown key whose name is another system's is answered with ours, and with what the table says beside the key, such
+as its unit.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ PAGES = {
 }
 _QUOTED = re.compile(r"`([^`]+)`")
 _NAME = re.compile(r"(?:--)?[A-Za-z][\w.-]*")
+_PLAIN = re.compile(r"`[^`]+`(?: \([^)]*\))?|\b(?:or|and)\b|[,\s]")  # our keys with their defaults, and nothing else
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
-    """System, its name of a key, our keys, and what to know where we have none."""
+    """System, its name of a key, our keys, and what else the table says."""
     known = {*keys_of(PolicyConfig), *keys_of(PreferenceConfig), *keys_of(SFTConfig)}
     for page, system in PAGES.items():
         for section in (ROOT / f"docs/{page}.md").read_text().split("\n## "):
@@ -48,9 +50,13 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
                 keys = [key for text in _QUOTED.findall(cells[1]) if (key := re.split(r"[:=]", text)[0]) in known]
                 if not keys and not section.startswith("Keys"):
                     continue
-                advice = "" if keys else re.sub(r"\[([^]]+)\]\([^)]+\)|`", r"\1", cells[1])
+                said = cells[1] if not keys or _PLAIN.sub("", cells[1]) else ""
+                note = cells[2].strip("| ") if keys and len(cells) > 2 else ""
                 pairs = [[key] for key in keys] if len(keys) == len(names) else [keys] * len(names)
                 for name, ours in zip(names, pairs, strict=True):
+                    advice = f"{said or ' and '.join(ours)}; {note}" if note else said
+                    advice = re.sub(r" \(\[[^]]+\]\([^)]+\)\)|(?<=`) \([\d.e-]+\)", "", advice)
+                    advice = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", advice).replace("`", "")
                     yield system, name.lstrip("-").replace("-", "_"), " ".join(dict.fromkeys(ours)), advice
 
 

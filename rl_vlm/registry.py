@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rl_vlm.types import UserInputError
 
@@ -17,6 +17,22 @@ T = TypeVar("T")
 def provided(group: str) -> dict[str, EntryPoint]:
     """What installed packages, this one included, provide in an entry-point group, by name."""
     return {point.name: point for point in entry_points(group=group)}
+
+
+def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A sentence with the known name that is most like this one, with a blank before it; "" if none is."""
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+@functools.cache
+def builtin_models() -> dict[str, Any]:
+    """The built-in models of all installed packages by name, which `model.path` then takes.
+
+    Each entry point of the group rl_vlm.models maps names to objects with `folder(seed)` (the model's folder in the
+    cache, built on first use), `config()` (its config.json, without building it) and `make(folder, seed)` (build it).
+    """
+    return {name: model for point in provided("rl_vlm.models").values() for name, model in point.load().items()}
 
 
 class Registry(dict[str, T]):
@@ -37,9 +53,7 @@ class Registry(dict[str, T]):
         return remember
 
     def __missing__(self, name: str) -> NoReturn:
-        near = difflib.get_close_matches(name, self, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
         raise UserInputError(
-            f"{self._key}: {name!r} is not known; there are {', '.join(sorted(self))}.{hint} "
+            f"{self._key}: {name!r} is not known; there are {', '.join(sorted(self))}.{suggestion(name, self)} "
             "What you registered yourself must be in a module or file that `plugins` names."
         )

@@ -10,20 +10,21 @@ _OWN = {"model.path": "--model", "env.id": "--env"}  # where a command has an op
 
 
 def check_options(command: Any, given: Sequence[str]) -> None:
-    """Raise UserInputError for an option of another system, whose name is known and which is a key here.
+    """Raise UserInputError for an option of another system, whose name is known and which is a key or an argument here.
 
     command: that of `rl-vlm`. given: the words behind it.
     """
     names = iter(given)
     while (commands := getattr(command, "commands", None)) is not None:
         command = commands.get(next(names, ""))
-    known = {option for one in getattr(command, "params", ()) for option in (*one.opts, *one.secondary_opts)}
+    parameters = getattr(command, "params", ())
+    known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
     if any(word.startswith("--") and word.partition("=")[0] not in known for word in names if command):
         _translate(given, known)
 
 
 def _translate(given: Sequence[str], known: set[str]) -> None:
-    from rl_vlm.config.elsewhere import counterpart, counterparts
+    from rl_vlm.config.elsewhere import counterpart, counterparts, same_value
     from rl_vlm.config.policy import PolicyConfig
     from rl_vlm.config.section import keys_of
     from rl_vlm.config.sft import SFTConfig
@@ -35,15 +36,19 @@ def _translate(given: Sequence[str], known: set[str]) -> None:
     while left:
         option, equals, value = left.pop(0).partition("=")
         dashed = option.replace("_", "-")
+        is_config = option.startswith("--config") and known & {"config", "model"} and dashed not in known
         meant = counterpart(option[2:], ours) if option.startswith("--") and dashed not in known else ""
-        if not meant:
+        if not meant and not is_config:
             words.append((dashed if dashed in known else option) + equals + value)
             continue
-        first = first or f"There is no option {option}. {meant}"
+        first = first or f"There is no option {option}. {meant or 'Give the configuration without one.'}"
         if not equals:
             value = left.pop(0) if left and not left[0].startswith("--") else "..."
+        if is_config:
+            words.insert(1, value)
         for key in counterparts(option[2:], ours)[:1]:
             value = (nearest(value) or value) if key == "env.id" else value
+            value = value if same_value(option[2:], key) else "..."
             words += [_OWN[key], value] if _OWN.get(key) in known else [f"{key}={value}"]
     if words[0] == "train" and all("=" in word or word.startswith("-") for word in words[1:]):
         words[1:1] = ["quickstart", "env.kwargs={}"]

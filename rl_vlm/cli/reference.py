@@ -22,20 +22,23 @@ _PAGES = {
 @commands.command(epilog="Examples: rl-vlm config; rl-vlm config rollout; rl-vlm config preference.sac --of preference")
 def config(
     key: Annotated[str, typer.Argument(help="A section or a key; without one all are shown.")] = "",
-    of: Annotated[Kind, typer.Option(help="What is configured.")] = "policy",
+    of: Annotated[Kind | None, typer.Option(help="What is configured; else the first of these with the key.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a page of docs/ that is written so.")] = False,
     page: Annotated[Page, typer.Option(help="Which page --markdown prints.")] = "configuration",
 ) -> None:
     """Show the keys of the configuration: default, type, and what each means."""
     from rl_vlm.config import reference
+    from rl_vlm.config.complaints import unknown_key
     from rl_vlm.types import UserInputError
 
     if markdown:
         say(import_module(_PAGES[page]).page())
         return
-    known = list(reference.reference(reference.KINDS[of]))
-    chosen = [one for one in known if not key or one.name == key or one.name.startswith(f"{key}.")]
-    if not chosen:
-        raise UserInputError(f"There is no key {key} of {of}: see `rl-vlm config --of {of}`.")
+    for kind in (reference.KINDS[of],) if of else reference.KINDS.values():
+        chosen = [one for one in reference.reference(kind) if f"{one.name}.".startswith(key and f"{key}.")]
+        if chosen:
+            break
+    else:
+        raise UserInputError(unknown_key(key, reference.KINDS[of or "policy"]))
     for one in chosen:
         say(f"{one.name}: {one.default or '(must be given)'}\n    {one.type}\n    {one.meaning}")

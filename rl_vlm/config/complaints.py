@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,6 +26,12 @@ _KINDS: dict[type[Section], str] = {
 
 def explain(error: ValidationError, root: type[Section]) -> str:
     """All that is wrong with a configuration of class `root`, a sentence in each line."""
+    unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden" and len(one["loc"]) < 2]
+    if root is SFTConfig and len(foreign := [key for key in unknown if _of_any_kind(key)]) > 1:
+        return (
+            f"This is a configuration of `rl-vlm train`, because it has {', '.join(foreign)}: give it to that command, "
+            "or begin with one of `rl-vlm sft`, such as sft_tiny."
+        )
     sentences = (sentence for one in error.errors() for sentence in _sentences(one, root))
     return "\n".join(dict.fromkeys(sentences))
 
@@ -36,8 +43,9 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
     if error["type"] == "extra_forbidden":
         # The keys of a section that is another system's.
         inner = [] if len(location) > 1 or _of_any_kind(key) else [name for name, _ in leaves(error["input"], key)]
-        for name in [name for name in inner if counterpart(name, [*keys_of(root)])] or [key]:
-            yield _unknown(name.split("."), root)
+        seek = counterpart if _nearest(key, root.model_fields, 0.78) else partial(_meant, "", ())
+        for name in [name for name in inner if seek(name, [*keys_of(root)])] or [key]:
+            yield unknown_key(name, root)
     elif error["type"] == "value_error":
         for sentence in str(error["ctx"]["error"]).split("\n"):
             named = not key or sentence.startswith(key.split(".")[0])
@@ -48,19 +56,22 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
         yield f"Config key {key or 'file'}: {error['msg'][0].lower()}{error['msg'][1:]}; got {shown}."
 
 
-def _unknown(location: Sequence[str], root: type[Section]) -> str:
-    section, (*outer, _) = root, location
-    key, parent = ".".join(location), "".join(f"{part}." for part in outer)
+def unknown_key(key: str, root: type[Section]) -> str:
+    """What to write in place of a key that `root` does not have, in a sentence or two."""
+    section, (*outer, last) = root, key.split(".")
+    parent = "".join(f"{part}." for part in outer)
     for part in outer:
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
     beside = [] if outer and outer[0] not in root.model_fields else [*keys_of(section, parent)]
-    meant = _meant(key, parent, beside, [*keys_of(root)])
+    meant = _meant(parent, beside, key, [*keys_of(root)])
     if root in _KINDS and _of_any_kind(key):
         remove = "remove it, or give the configuration to `rl-vlm sft`." if key == "sft" else "remove it."
         advice = f"{meant[0].lower()}{meant[1:]}" if meant else remove
         return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     known = f"Known keys here: {', '.join(section.model_fields)}."
+    if "kwargs" in section.model_fields:
+        known = f"An argument of the environment or function is {parent}kwargs.{last}. {known}"
     return f"Unknown config key {key}. {meant or known}"
 
 
@@ -68,10 +79,10 @@ def _of_any_kind(key: str) -> bool:
     return any(key in keys_of(kind) for kind in _KINDS)
 
 
-def _meant(key: str, parent: str, beside: Sequence[str], everywhere: Sequence[str]) -> str:
+def _meant(parent: str, beside: Sequence[str], key: str, everywhere: Sequence[str]) -> str:
     """What to write in place of an unknown key, in a sentence; "" if there is no telling. The spelling leads to keys
     of the same section only."""
-    name = key.removeprefix(parent).lower().replace("-", "_")
+    name = key.removeprefix(parent).rpartition(".")[2].lower().replace("-", "_")
     siblings = [one for one in beside if "." not in one.removeprefix(parent)]
     typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
     if foreign and (not typo or counterpart(name, everywhere)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -34,10 +35,17 @@ def counterparts(key: str, known: Collection[str]) -> list[str]:
 def counterpart(key: str, known: Collection[str]) -> str:
     """A sentence that says which of the `known` keys a key of another system is; "" if it is none."""
     row, parts = _row(key), key.replace("-", "_").split(".")
-    if not row:
+    keys = counterparts(key, known)
+    if not row or (row["keys"] and not keys):
         return ""
     name = f"{row['system']} calls it {row['name']}" if row["name"] != key else f"It is a key of {row['system']}"
-    if keys := counterparts(key, known):
-        same = all(one.rpartition(".")[2] == parts[-1] for one in keys)
-        return f"Did you mean {' or '.join(keys)}?" + ("" if same else f" {name}.")
-    return f"{name}; here: {row['advice']}." if row["advice"] else ""
+    same = keys and all(one.rpartition(".")[2] == parts[-1] for one in keys)
+    if row["advice"] and not same and keys[:1] == row["keys"].split()[:1]:
+        return f"{name}; here: {row['advice'].removeprefix('none: ')}."
+    return f"Did you mean {' or '.join(keys)}?" + ("" if same else f" {name}.")
+
+
+def same_value(key: str, ours: str) -> bool:
+    """Whether a value of this key of another system is one of `ours`: where the table speaks of another unit or other
+    values, ours is neither its first word nor its last."""
+    return re.search(rf"^{ours}(,|;| and )|{ours}$|^$", _row(key)["advice"]) is not None

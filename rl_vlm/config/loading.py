@@ -22,7 +22,7 @@ from rl_vlm.types import UserInputError
 
 _Config = TypeVar("_Config", bound=Section)
 TrainConfig: TypeAlias = PolicyConfig | PreferenceConfig
-_DATA = "data, which env.data or sft.data of a configuration names"
+_DATA = "data, which `rl-vlm train qa_tiny env.data=FILE` or `rl-vlm sft sft_tiny sft.data=FILE` reads"
 _NO_YAML = {".toml": "TOML, which other systems read"} | dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet"), _DATA)
 # The class of a configuration, by algorithm.name.
 _CLASSES: dict[str, type[PolicyConfig] | type[PreferenceConfig]] = {

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_vlm.registry import builtin_models
 from rl_vlm.types import UserInputError
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"  # in a checkout a link to configs/
@@ -56,7 +57,9 @@ def find_config(path: str | Path) -> Path:
         return path
     name, names = path.as_posix(), recipe_names()
     if name not in names:
-        raise UserInputError(f"There is no file, run folder or recipe {name}{_hint(name, names)}.")
+        model = f": a model is named by model.path, as in `rl-vlm train quickstart model.path={name}`"
+        hint = model if _names_model(name) else _hint(name, names)
+        raise UserInputError(f"There is no file, run folder or recipe {name}{hint}.")
     return recipe_file(name)
 
 
@@ -74,3 +77,7 @@ def _hint(name: str, names: list[str]) -> str:
     alike = difflib.get_close_matches(name.rpartition("/")[2], last, n=3)
     meant = f": did you mean {' or '.join(last[other] for other in alike)}?" if alike else ""
     return f"{meant or ':'} `rl-vlm recipes` lists the recipes"
+
+
+def _names_model(name: str) -> bool:
+    return name in builtin_models() or (name.count("/") == 1 and name.lower() != name)  # as hub names are written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 from rl_vlm.control_envs.metaworld import MetaWorldEnv, list_tasks, task_name
 from rl_vlm.envs.loading import is_spec, load_object
-from rl_vlm.registry import provided
+from rl_vlm.registry import provided, suggestion
 from rl_vlm.types import UserInputError
 
 ENTRY_POINT_GROUP = "rl_vlm.control_envs"
@@ -84,8 +83,7 @@ def _find(env_id: str) -> ControlEnvFactory:
         return functools.partial(GymnasiumControlEnv, env_id)
     if env_id not in known and not is_spec(env_id):
         names = known_control_envs()
-        nearest = difflib.get_close_matches(env_id, [*names, *gymnasium.registry], n=1, cutoff=0.5)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        hint = suggestion(env_id, [*names, *gymnasium.registry], 0.5)
         raise UserInputError(
             f"Unknown control environment {env_id!r}.{hint} Known: {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}, every gymnasium id with real-valued actions, what installed "

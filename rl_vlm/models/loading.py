@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +18,12 @@ from rl_vlm.imports import replaced
 from rl_vlm.models.families import FAMILIES, family_of
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits, TextSide
 from rl_vlm.models.modules import DType, Quantization, from_folder, text_model
-from rl_vlm.registry import provided
+from rl_vlm.registry import builtin_models as builtin_models
+from rl_vlm.registry import suggestion
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@functools.cache
-def builtin_models() -> dict[str, Any]:
-    """The built-in models of all installed packages by name, which `model.path` then takes.
-
-    Each entry point of the group rl_vlm.models maps names to objects with `folder(seed)` (the model's folder in the
-    cache, built on first use), `config()` (its config.json, without building it) and `make(folder, seed)` (build it).
-    """
-    return {name: model for point in provided("rl_vlm.models").values() for name, model in point.load().items()}
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:
@@ -44,22 +35,22 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         if not (folder / "config.json").is_file():
             raise UserInputError(f"The folder {folder} holds no config.json: give a Hugging Face model folder.")
         return folder
-    if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
+    path_like = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    if not path_like and "/" not in name:
         raise UserInputError(
-            f"Model {name!r} is neither a folder, nor 'tiny', nor a hub name such as Qwen/Qwen3-VL-2B-Instruct."
+            f"There is no folder or built-in model {name}.{suggestion(name, builtin_models())} Built in are "
+            f"{', '.join(builtin_models())}; a hub name has an owner, such as Qwen/Qwen3-VL-2B-Instruct."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        if folder.parent.is_dir():
-            beside = ", ".join(sorted(one.name for one in folder.parent.iterdir() if one.is_dir())[:10])
-            raise UserInputError(f"There is no folder {folder}; in {folder.parent} are: {beside or 'none'}.") from error
-        raise UserInputError(
-            f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online."
-        ) from error
+    with suppress(LocalEntryNotFoundError):
+        if not path_like:
+            return Path(snapshot_download(name, local_files_only=True))
+    if path_like or folder.parent.is_dir():
+        beside = ", ".join(sorted(one.name for one in folder.parent.glob("*/"))[:10])
+        raise UserInputError(f"There is no folder {folder}; in {folder.parent.absolute()} are: {beside or 'none'}.")
+    raise UserInputError(f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online.")
 
 
 def check_weights(name: str) -> Path:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.shape import TARGET_MODULES
-from rl_vlm.models.modules import empty_model
 from rl_vlm.models.weights import (
     DOWN,
     PREFIX,
     UP,
-    AdapterPayload,
     FullPayload,
     LoraSettings,
     WeightPayload,
+    check_finite,
     check_fits,
+    check_shapes,
     in_language_model,
     put_weights,
 )
@@ -50,19 +50,27 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
     `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for one that does not fit.
     """
     settings, state = LoraSettings.read(f"version {payload.version}", payload.config_json), payload.state()
-    wanted: dict[str, Tensor] = {}
-    modules: dict[str, str] = {}  # what the tensors' names begin with, by module name
-    for stem in (name.removesuffix(DOWN) for name in state if name.endswith(DOWN)):
+    what, found = f"Adapter version {payload.version}", {name: tuple(tensor.shape) for name, tensor in state.items()}
+    check_shapes(found, adapter_shapes(found, settings.r, shapes), what)
+    check_finite(state, what)
+    stems = (name.removesuffix(DOWN) for name in state if name.endswith(DOWN))
+    return {
+        stem.removeprefix(PREFIX): LoraFactors(state[stem + DOWN].float(), state[stem + UP].float(), settings.scale)
+        for stem in stems
+    }
+
+
+def adapter_shapes(
+    names: Iterable[str], rank: int, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that an adapter of this rank has for the layers of `names`, its own tensors, among those of `shapes`
+    (out, in)."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for stem in (name.removesuffix(DOWN) for name in names if name.endswith(DOWN)):
         if (module := stem.removeprefix(PREFIX)) in shapes:
             rows, columns = shapes[module]
-            modules[module] = stem
-            wanted[stem + DOWN] = torch.empty(settings.r, columns, device="meta")
-            wanted[stem + UP] = torch.empty(rows, settings.r, device="meta")
-    check_fits(state, wanted, f"Adapter version {payload.version}")
-    return {
-        module: LoraFactors(state[stem + DOWN].float(), state[stem + UP].float(), settings.scale)
-        for module, stem in modules.items()
-    }
+            wanted |= {stem + DOWN: (rank, columns), stem + UP: (rows, rank)}
+    return wanted
 
 
 def merged_weights(payload: WeightPayload, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -91,6 +99,11 @@ def adaptable_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """All linear layers that an adapter may change, by module name: the language model's and the vision tower's."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in linears.items() if name != "lm_head" and not _OTHER.search(name)}
+
+
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(out, in) of the layers that an adapter may change."""
+    return {name: (one.out_features, one.in_features) for name, one in adaptable_linears(model).items()}
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -149,16 +162,11 @@ def _pattern(target_modules: str, model: Any) -> str:
     return f"{language}|{tower}" if target_modules == "vision" else language
 
 
-def check_adapter(payload: AdapterPayload, config: Mapping[str, Any], lora: LoraSection) -> None:
-    """Raise UserInputError unless an adapter has the names and shapes that training has with a model of this config."""
-    model = empty_model(config)
-    pattern = _pattern(lora.target_modules, model)
-    wanted: dict[str, Tensor] = {}
-    for name, linear in adaptable_linears(model).items():
-        if re.fullmatch(pattern, name):
-            wanted[PREFIX + name + DOWN] = torch.empty(lora.rank, linear.in_features, device="meta")
-            wanted[PREFIX + name + UP] = torch.empty(linear.out_features, lora.rank, device="meta")
-    check_fits(payload.state(), wanted, "the adapter")
+def trained_tensors(model: nn.Module, lora: LoraSection) -> dict[str, tuple[int, ...]]:
+    """The tensors that training with these settings has in a model, with their shapes."""
+    shapes, pattern = linear_shapes(model), _pattern(lora.target_modules, model)
+    names = (PREFIX + name + DOWN for name in shapes if re.fullmatch(pattern, name))
+    return adapter_shapes(names, lora.rank, shapes)
 
 
 def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:

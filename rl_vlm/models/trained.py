@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import TrainedModelSection
+from rl_vlm.config.serving import LoraSection
+from rl_vlm.files import did_you_mean
+from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.memory.shape import TARGET_MODULES
 from rl_vlm.models.tensor_bytes import mapped, read_header
 from rl_vlm.models.weights import (
@@ -18,6 +21,7 @@ from rl_vlm.models.weights import (
     LoraSettings,
     WeightPayload,
     check_finite,
+    check_shapes,
     in_language_model,
 )
 from rl_vlm.types import POLICY, UserInputError
@@ -53,6 +57,8 @@ def find_trained(*named: Path | str | None) -> Path | None:
     if not given:
         return None
     trained = trained_folder(given[0])
+    if not given[0].exists():
+        raise UserInputError(f"There is no folder {given[0]}, of an adapter or a run.{did_you_mean(given[0])}")
     if trained is None:
         raise UserInputError(
             f"{given[0]} is neither a peft adapter folder nor a run folder: it holds no {AdapterPayload.CONFIG}, no "
@@ -86,21 +92,36 @@ def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
     return payload
 
 
-def check_initial_adapter(model: TrainedModelSection, folder: Path) -> dict[str, Any]:
+def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
     """The folder that `model.adapter` names, to be printed; nothing without one. Raises UserInputError where its
-    tensors have other names or shapes than training gives them in the model of `folder`."""
-    if model.adapter is None:
+    tensors have other names or shapes than training gives them in the model."""
+    if (found := find_trained(model.adapter)) is None:
         return {}
-    from rl_vlm.models.lora import check_adapter  # imports torch
-
-    found, payload = find_trained(model.adapter), initial_adapter(model)
-    try:
-        check_adapter(payload, json.loads((folder / "config.json").read_text(encoding="utf-8")), model.lora)
-    except UserInputError as error:
-        raise UserInputError(
-            f"model.adapter: {found} was trained from another model than {model.path}: {error}"
-        ) from error
+    initial_adapter(model)
+    check_trained(found, model.path, model.lora)
     return {"adapter": str(found)}
+
+
+def check_trained(folder: Path, model: str, lora: LoraSection | None = None) -> None:
+    """Raise UserInputError where a folder's weights have other names or shapes than the model has for them. An adapter
+    may leave layers of the model out, except with `lora`: then it has all layers that training adapts. Headers alone
+    are read."""
+    from rl_vlm.models.lora import adapter_shapes, linear_shapes, trained_tensors  # imports torch
+    from rl_vlm.models.modules import empty_model
+
+    tensors, about = (FullPayload if is_full(folder) else AdapterPayload).checked(folder, mapped)
+    found = {name: tuple(one["shape"]) for name, one in read_header(tensors)[1].items()}
+    own = empty_model(json.loads((resolve_model(model) / "config.json").read_text(encoding="utf-8")))
+    if is_full(folder):
+        wanted = {name: tuple(one.shape) for name, one in own.named_parameters()}
+    elif lora is None:
+        wanted = adapter_shapes(found, LoraSettings.read(folder, about).r, linear_shapes(own))
+    else:
+        wanted = trained_tensors(own, lora)
+    said = json.loads(about)
+    base = said.get("base_model_name_or_path") or said.get("base_model") or "another model"
+    other = f"{folder} was trained from {base} and not from {model}: name that model, or an adapter of this one."
+    check_shapes(found, wanted, f"{other} It")
 
 
 def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:

@@ -234,14 +234,19 @@ def require_full(payload: WeightPayload) -> FullPayload:
 
 def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
     """Raise UserInputError, about `what`, unless `state` holds finite tensors of the names and shapes of `own`."""
-    if state.keys() != own.keys():
-        example = sorted(state.keys() ^ own.keys())[0]
-        raise UserInputError(f"{what} does not fit the model: tensors differ, for example {example}.")
-    for name, tensor in state.items():
-        if tensor.shape != own[name].shape:
-            shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-            raise UserInputError(f"{what} does not fit the model: {shapes}.")
+    found, wanted = ({name: tuple(one.shape) for name, one in tensors.items()} for tensors in (state, own))
+    check_shapes(found, wanted, what)
     check_finite(state, what)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Raise UserInputError, about `what`, unless both hold tensors of the same names and shapes."""
+    if found.keys() != own.keys():
+        example = sorted(found.keys() ^ own.keys())[0]
+        raise UserInputError(f"{what} does not fit the model: tensors differ, for example {example}.")
+    for name, shape in found.items():
+        if shape != own[name]:
+            raise UserInputError(f"{what} does not fit the model: {name} is {shape}, expected {own[name]}.")
 
 
 def check_finite(state: Mapping[str, Tensor], what: str) -> None:

@@ -23,7 +23,7 @@ from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left,
 from rl_vlm.evaluation.results import by_category, compared, info_numbers, losses, summarize
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.models.trained import find_trained, is_full, read_payload
+from rl_vlm.models.trained import check_trained, find_trained, is_full, read_payload
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.runs.throughput import measure_throughput
 from rl_vlm.types import Split, UserInputError
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 def run_for(config: PolicyConfig, *trained: Path | None) -> PolicyConfig:
     """The run with replicas that can serve what each folder holds, an adapter or full weights (None: the base model).
-    Raises UserInputError where no replica serves them all."""
+    Raises UserInputError where no replica serves them all, and for the weights of another model."""
+    for folder in filter(None, trained):
+        check_trained(folder, config.model.path)
     kinds = {is_full(folder) for folder in trained if folder is not None}
     if len(kinds) > 1:
         raise UserInputError(

@@ -55,9 +55,7 @@ def inspect_policy_run(config: PolicyConfig, answers: bool = True) -> dict[str, 
     text = load_text_side(folder, config.model.pixels)
     try_parts(config.env.reward, text)
     format_matcher(text, config.rollout.grammar)
-    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(
-        config.model, folder
-    )
+    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():
         inspected = _inspect_part(config, name, text, answers)

@@ -63,7 +63,7 @@ def plan(
     `target` is a model (`tiny`, a folder, a hub name), a YAML file, a recipe or a run folder, which brings its adapter.
     Options win over overrides, overrides over SERVER_HOST and SERVER_PORT, these over the configuration.
     """
-    find_trained(adapter)
+    adapter = find_trained(adapter)
     target = target or os.environ.get("LOCAL_MODEL_PATH")
     if not target:
         raise UserInputError("Which model? Give `tiny`, a folder, a hub name, a configuration or a run folder.")
@@ -96,8 +96,8 @@ def plan(
     if RESERVED.fullmatch(name):
         raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
     adapter = adapter or find_trained(config.model.adapter)
-    payload = read_payload(adapter, version=1) if adapter is not None else None
     config = run_for(config.model_copy(update={"http": config.http.model_copy(update={"model_name": name})}), adapter)
+    payload = read_payload(adapter, version=1) if adapter is not None else None
     config = _for_serving(config)
     if isinstance(payload, AdapterPayload):
         check_servable(payload, config, f"The adapter {adapter}")

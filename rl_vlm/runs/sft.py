@@ -29,7 +29,7 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
     """Check model, adapter and every conversation; return what was found, and the data. Raises UserInputError."""
     quiet_libraries()
     folder = resolve_model(job.model.path)
-    summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model, folder)
+    summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
     if job.model.gpu_memory_gib:
         summary["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
     data = open_job_data(job, load_text_side(folder, job.model.pixels), progress)

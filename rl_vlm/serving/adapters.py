@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from rl_vlm.config import HTTPSection, PolicyConfig
-from rl_vlm.models.lora import adaptable_linears, lora_factors
+from rl_vlm.models.lora import linear_shapes, lora_factors
 from rl_vlm.models.modules import empty_model
 from rl_vlm.models.weights import AdapterPayload, LoraSettings, WeightPayload, check_finite, in_language_model
 from rl_vlm.serving.deploy import ServingError
@@ -77,8 +77,7 @@ class ServedAdapters:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        model = empty_model(json.loads((self._model / "config.json").read_text()))
-        return {name: (one.out_features, one.in_features) for name, one in adaptable_linears(model).items()}
+        return linear_shapes(empty_model(json.loads((self._model / "config.json").read_text())))
 
     def _read(self, name: str, path: str) -> AdapterPayload:
         payload = AdapterPayload.read(adapter_folder(path, self._config.http), next(self._numbers), name)

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from tables import table
 
 from rl_vlm.config import TrainedModelSection
-from rl_vlm.models.trained import check_initial_adapter, find_trained, read_payload
-from rl_vlm.models.weights import PREFIX, AdapterPayload
+from rl_vlm.models.trained import check_initial_adapter, check_trained, find_trained, read_payload
+from rl_vlm.models.weights import PREFIX, AdapterPayload, FullPayload
 from rl_vlm.types import UserInputError
 
 TABLES = table("adapters")
@@ -45,7 +45,7 @@ def test_an_adapter_that_is_no_plain_lora_is_refused_by_its_key(folder: Path, ch
     for read in (
         lambda: read_payload(folder, 1),
         lambda: find_trained(folder, None),
-        lambda: check_initial_adapter(model, folder),
+        lambda: check_initial_adapter(model),
     ):
         with pytest.raises(UserInputError, match=next(iter(changes))):
             read()
@@ -72,3 +72,23 @@ def test_keys_that_do_not_change_the_arithmetic_are_accepted(folder: Path, chang
     change(folder, **changes)
     assert find_trained(folder, None) == folder
     assert read_payload(folder, 1).version == 1
+
+
+def test_the_weights_of_another_model_are_named_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    """Rank and width, names, and full weights: what a command that serves them would find out in a replica."""
+    change(folder, base_model_name_or_path="owner/other")
+    full = FullPayload.build(1, {"model.x": torch.ones(2)}, "owner/other").write(tmp_path / "weights")
+    names = AdapterPayload.build(
+        1, {f"{PREFIX}model.x.lora_A.weight": torch.ones(4, 8)}, LoraConfig(r=4, base_model_name_or_path="owner/other")
+    ).write(tmp_path / "names")
+    for named in (folder, full, names):
+        with pytest.raises(UserInputError, match="was trained from owner/other and not from tiny"):
+            check_trained(named, "tiny")
+    fitting = {f"{LAYER}.lora_A.weight": torch.ones(4, 64), f"{LAYER}.lora_B.weight": torch.ones(64, 4)}
+    check_trained(AdapterPayload.build(1, fitting, LoraConfig(r=4)).write(tmp_path / "fitting"), "tiny")
+
+
+def test_a_folder_that_is_not_there_is_not_one_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "adapter-1").mkdir()
+    with pytest.raises(UserInputError, match=r"no folder .*adapter-2, .* Did you mean .*adapter-1\?"):
+        find_trained(tmp_path / "adapter-2")

@@ -320,6 +320,8 @@ def test_beyond_loopback_a_token_is_needed(
 def test_bad_arguments_are_named(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Which model?" in refusal(capsys)
     assert "no-such-model" in refusal(capsys, "no-such-model")
+    assert "Did you mean tiny?" in refusal(capsys, "tinny")
+    assert "There is no folder" in refusal(capsys, "runs/nope") and "There is no folder" in refusal(capsys, "./nope")
     assert "config.json" in refusal(capsys, tmp_path)
     assert "http.port" in refusal(capsys, tiny_folder, "--port", "70000")
     assert "neither a peft adapter folder" in refusal(capsys, tiny_folder, "--adapter", tmp_path)
@@ -448,6 +450,9 @@ def test_a_turn_may_be_as_long_as_the_flag_says(config, harness, monkeypatch, fl
     [
         ("train quickstart --lr=1e-5", "train quickstart learner.lr=1e-5"),
         ("sft data --num_train_epochs 3", "sft data sft.epochs=3"),
+        ("train quickstart --per_device_train_batch_size 4", "train quickstart rollout.prompts_per_iteration=..."),
+        ("plan --config_file c.yaml --gpu-gib 80", "plan c.yaml --gpu-gib 80"),
+        ("serve --config=c.yaml", "serve c.yaml"),
         (
             "train --model_dir m --env_name vision --total_steps 9 --group_size 4 --use_ema",
             "train quickstart 'env.kwargs={}' model.path=m env.id=Caption-v0 algorithm.iterations=9 rollout.group_size=4 "

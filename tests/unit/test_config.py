@@ -57,12 +57,27 @@ def test_a_name_of_another_system_comes_before_a_like_one_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("empty.yaml", "is empty"), ("rl.toml", "is TOML"), ("rows.jsonl", "env.data or sft.data")]
+    ("name", "words"), [("empty.yaml", "is empty"), ("rl.toml", "is TOML"), ("rows.jsonl", "env.data=FILE")]
 )
 def test_a_file_that_is_no_configuration_is_named(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(UserInputError, match=words):
         load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "hint"),
+    [
+        ("qa_tiny", [], "a configuration of `rl-vlm train`"),
+        ("sft_tiny", ["algorithm.iterations=3"], "algorithm has no effect in `rl-vlm sft`"),
+        ("sft_tiny", ["sft.max_steps=3"], "Did you mean sft.steps?"),
+        ("sft_tiny", ["trainer.epochs=3"], "Did you mean sft.epochs?"),
+    ],
+)
+def test_what_fine_tuning_does_not_take_is_named(recipe: str, words: list[str], hint: str) -> None:
+    with pytest.raises(UserInputError) as error:
+        load_sft_config(recipe, words)
+    assert hint in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_override_without_a_value_is_an_error() -> None:

@@ -296,7 +296,7 @@ async def waits(completions, **rest):
         (["env.reward=[{folder}/own.py:words]"], r"gave \['good', 'good'\] for 2 answers"),
         (["env.reward=[{folder}/own.py:waits]"], r"raised KeyError: 'later' \(.*own.py, line 7\)"),
         (["env.data={folder}/long.jsonl", "evaluation.split=train"], r"item 137 has \d+ tokens"),
-        (["model.adapter={folder}/adapter", "model.lora={{rank: 16, alpha: 32, target_modules: all}}"], "another model"),
+        (["model.adapter={folder}/adapter", "model.lora={{rank: 16, alpha: 32, target_modules: all}}"], "was trained from"),
     ],
     ids=str,
 )  # fmt: skip

@@ -117,7 +117,7 @@ def test_an_adapter_of_another_model_is_refused(tiny, adapted, tmp_path):
 
 
 def test_wrong_sources_are_named(tiny, tmp_path):
-    with pytest.raises(UserInputError, match="neither"):
+    with pytest.raises(UserInputError, match="There is no folder"):
         export_model(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(UserInputError, match="neither"):
         export_model(tmp_path, tmp_path / "out")

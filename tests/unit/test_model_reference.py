@@ -47,7 +47,7 @@ def test_a_model_of_the_hub_is_downloaded(tiny_folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("/models/mine", "is neither a folder"), (HUB_NAME, "HF_HUB_OFFLINE is set")]
+    ("name", "why"), [("/models/mine", "There is no folder /models/mine"), (HUB_NAME, "HF_HUB_OFFLINE is set")]
 )
 def test_an_error_names_path_node_and_what_to_do(tiny_folder: Path, name: str, why: str) -> None:
     with pytest.raises(UserInputError) as error:

@@ -59,6 +59,8 @@ def test_a_name_means_the_recipe_where_no_such_file_or_folder_is(empty_folder: P
         ("quikstart", "did you mean quickstart?"),
         ("drawer_opn", "did you mean rl_vlm_f/drawer_open"),
         ("runs/none", "none: `rl-vlm recipes` lists the recipes."),
+        ("tiny", "as in `rl-vlm train quickstart model.path=tiny`"),
+        ("Qwen/Qwen3-VL-2B", "as in `rl-vlm train quickstart model.path=Qwen/Qwen3-VL-2B`"),
         ("../../pyproject", "pyproject: `rl-vlm recipes` lists the recipes."),
     ],
 )
@@ -66,7 +68,7 @@ def test_an_unknown_name_gets_one_sentence(name: str, hint: str, empty_folder: P
     for load in (load_config, load_sft_config):
         with pytest.raises(UserInputError) as error:
             load(name)
-        assert hint in str(error.value) and "`rl-vlm recipes`" in str(error.value)
+        assert hint in str(error.value)
         assert len(str(error.value).splitlines()) == 1
 
 
