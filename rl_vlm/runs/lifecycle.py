@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class BaseRun(ABC):
 
     config: TrainConfig | SFTConfig
     _unit = "iteration"  # what `_position` counts
+    _length = "algorithm.iterations"  # the key of how many
     _rows: Rows = POLICY_ROWS  # of the display
     _checkpoint_name = "iteration-{:06d}"
     _history: Path | None = None  # where all checkpoints stay, beside the newest ones in the run folder
@@ -69,6 +71,8 @@ class BaseRun(ABC):
             save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(self.start if resume else None)
         self.display.keep = lambda text: self.recorder.log_message(self._position(), text)
+        if resume and self.start_from is None:
+            self.display.message(f"There is no checkpoint in {folder} to go on from: the run begins anew.")
         if changes:
             self.display.message(changes)
         self.display.recall(self.recorder.evaluations())
@@ -93,9 +97,22 @@ class BaseRun(ABC):
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
+        if self._is_finished():
+            self.display.line(f"The run in {self.folder} is finished: to go on, add {self._length} above {self.total}.")
+            self.recorder.close()
+            return self.result
         with self.session():
             self._train()
         return self.result
+
+    def _is_finished(self) -> bool:
+        """Whether a resume has nothing to do: the last checkpoint and all results are there."""
+        if not self._resumes or self.start < self.total:
+            return False
+        with suppress(OSError, ValueError):
+            self.result = dict(json.loads((self.folder / "result.json").read_text()))
+            return self.result.get("status") == "done"
+        return False
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -101,7 +101,8 @@ class PreferenceRun(RayRun):
 
     config: PreferenceConfig
 
-    _unit, _rows, _checkpoint_name = "step", PREFERENCE_ROWS, "step-{:08d}"
+    _unit, _length, _rows = "step", "preference.total_steps", PREFERENCE_ROWS
+    _checkpoint_name = "step-{:08d}"
     _read_checkpoint = staticmethod(read_state)
 
     def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:

@@ -69,7 +69,7 @@ def sft(
 
 
 class SFTRun(BaseRun):
-    _unit, _rows = "step", SFT_ROWS
+    _unit, _length, _rows = "step", "sft.steps", SFT_ROWS
 
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
         self.job, self.data = job, data

@@ -354,6 +354,18 @@ def test_a_resume_with_other_settings_lists_them(
     assert "algorithm.iterations 100 → 7" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_resume_without_anything_to_do_or_to_go_on_from_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = {"env": {"id": "Shapes-v0"}, "model": {"path": "tiny"}, "algorithm": {"iterations": 2}}
+    PolicyRun(parse_config(begun), tmp_path, resume=True)
+    assert "the run begins anew" in " ".join(capsys.readouterr().out.split())
+    begin(begun, tmp_path, monkeypatch)
+    (tmp_path / "result.json").write_text('{"status": "done", "iterations": 2}')
+    assert PolicyRun(parse_config(begun), tmp_path, resume=True).execute() == {"status": "done", "iterations": 2}
+    assert "to go on, add algorithm.iterations above 2" in " ".join(capsys.readouterr().out.split())
+
+
 def begin(settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make the folder of a run with a checkpoint; its saved configuration."""
     monkeypatch.setattr(lifecycle, "latest_checkpoint", lambda *_: folder / "checkpoints/iteration-000002")
