@@ -26,8 +26,7 @@ def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfi
     """The configuration of a YAML file, or of the run folder that holds it, or the defaults, with changes."""
     from rl_vlm.config import load_config
 
-    path = config / "config.yaml" if config is not None and config.is_dir() else config
-    return load_config(path, overrides or ())
+    return load_config(config, overrides or ())
 
 
 def parse_arguments(given: Sequence[str] | None) -> dict[str, Any]:

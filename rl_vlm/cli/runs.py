@@ -143,7 +143,7 @@ def sft(
     """Fine-tune on conversations with images (LoRA). Ctrl-C saves a checkpoint; --resume goes on from it."""
     from rl_vlm.config import load_sft_config
 
-    job = load_sft_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
+    job = load_sft_config(config, overrides or ())
     folder = _run_folder(job.name, run_dir, config, resume, overwrite)
     from rl_vlm.runs import sft as tuning
 

@@ -50,9 +50,16 @@ def recipe_file(name: str) -> Path:
 
 
 def find_config(path: str | Path) -> Path:
-    """The file that a CONFIG argument means: the path as it is, or where there is no such file or folder and it has no
-    suffix, the recipe of that name. Raises UserInputError."""
+    """The file that a CONFIG argument means: that of a run folder, the path as it is, or where there is no such file or
+    folder and it has no suffix, the recipe of that name. Raises UserInputError."""
     path = Path(path)
+    if path.is_dir():
+        if not (path / "config.yaml").is_file():
+            raise UserInputError(
+                f"{path} is no run folder, because it holds no config.yaml: model.path names a model, and env.data, or "
+                "sft.data of `rl-vlm sft`, names data."
+            )
+        return path / "config.yaml"
     if path.exists() or path.suffix:
         return path
     name, names = path.as_posix(), recipe_names()

@@ -107,7 +107,7 @@ class DataTable(Generic[Item]):
         Raises BadRowError with the first few findings. Damaged pixels show when the row is used. Doubts are logged.
         """
         count = len(self) if limit is None else max(0, min(limit, len(self)))
-        findings: list[str] = []
+        findings: dict[str, list[str]] = {}  # what is wrong -> where
         doubts: list[str] = []
         most = 0
         for number in range(count):
@@ -118,11 +118,13 @@ class DataTable(Generic[Item]):
                 if doubt := self._schema.doubt(item):
                     doubts.append(doubt)
             except BadRowError as error:
-                findings.append(str(error))
-                if len(findings) == SHOWN_FINDINGS:
+                where, _, why = str(error).partition(": ")
+                findings.setdefault(why, []).append(where)
+                if sum(map(len, findings.values())) == SHOWN_FINDINGS:
                     break
         if findings:
-            raise BadRowError(f"{self.name} has rows that cannot be used. {' '.join(findings)}")
+            shown = " ".join(f"{'; '.join(places)}: {why}" for why, places in findings.items())
+            raise BadRowError(f"{self.name} has rows that cannot be used. {shown}")
         if doubts:
             logger.warning("%s: %d of %d rows look odd, such as %s.", self.name, len(doubts), count, doubts[0])
         return count

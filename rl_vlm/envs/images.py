@@ -233,7 +233,8 @@ def _from_path(path: str, folder: Path | None) -> bytes:
             raise BadImageError(f"{shown}, which leaves the folder {root}")
         target = file.resolve()
         if not file.is_file():
-            raise BadImageError(f"{shown}, and there is no such file in {root}")
+            text = "" if Path(path).suffix or "/" in path else " (it looks like a text: name the column of the images)"
+            raise BadImageError(f"{shown}, and there is no such file in {root}{text}")
         if not any(target.is_relative_to(place) for place in (real, file.parent.resolve())):
             raise BadImageError(f"{shown}, a link that leaves the folder {root}: copy the file, or link its folder")
         if file.stat().st_size > MAX_BYTES:

@@ -120,9 +120,7 @@ async def call_function(
         **columns,
         **one.kwargs,
         "prompts": prompts,
-        "completions": [
-            [{"role": "assistant", "content": text} for text in said] if chat else said[-1] for said in answered.answers
-        ],
+        "completions": completions_of(answered.answers, chat),
         "completion_ids": [member.token_ids[member.loss_mask].tolist() for member in members],
         "trainer_state": SimpleNamespace(global_step=answered.group.newest_version),
         "log_extra": log_extra,
@@ -141,6 +139,11 @@ async def call_function(
     found = await asyncio.get_running_loop().run_in_executor(_THREAD, call)
     values = await found if inspect.isawaitable(found) else found
     return values, notes, {name: sum(logged) / len(logged) for name, logged in metrics.items()}
+
+
+def completions_of(answers: Iterable[Sequence[str]], chat: bool) -> list[Any]:
+    """The answers of each episode as functions get them: messages, or the last text."""
+    return [[{"role": "assistant", "content": text} for text in said] if chat else said[-1] for said in answers]
 
 
 def _prompt(member: Trajectory, answered: AnsweredGroup) -> Any:

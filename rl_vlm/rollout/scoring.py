@@ -18,7 +18,7 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.rewards.functions import FUNCTIONS
 from rl_vlm.rollout import judge as judge  # registers itself
 from rl_vlm.rollout.env_pool import GroupFailedError
-from rl_vlm.rollout.reward_functions import call_function, check_function, load_function
+from rl_vlm.rollout.reward_functions import call_function, check_function, completions_of, load_function
 from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, PartResult, RewardPart
 from rl_vlm.rollout.reward_parts import register_reward_part as register_reward_part  # the name that users import
 from rl_vlm.types import (
@@ -120,7 +120,8 @@ def try_rewards(
                     pool.submit(asyncio.run, asyncio.wait_for(compute_part(one.name, part, answered), _TRY_S)).result()
             except (GroupFailedError, TimeoutError) as error:
                 reason = str(error) or f"it takes more than {_TRY_S:g} s"
-                raise UserInputError(f"env.reward, on the answers {', '.join(answers)[:80]}: {reason}") from error
+                shown = completions_of(answered.answers, isinstance(info.get("prompt"), list))
+                raise UserInputError(f"env.reward, called with completions={shown!s:.200}: {reason}") from error
 
 
 def try_parts(settings: RewardSection, text: TextSide) -> None:

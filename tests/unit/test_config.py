@@ -167,7 +167,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text("")
     with pytest.raises(UserInputError, match=r"Did you mean .*/quickstart.yaml\?"):
         load_config(tmp_path / "quickstrat.yaml")
-    with pytest.raises(UserInputError, match="Is a directory"):
+    with pytest.raises(UserInputError, match="is no run folder"):
         load_config(tmp_path)
 
 

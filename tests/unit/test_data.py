@@ -159,6 +159,7 @@ def test_truths_that_only_their_own_text_answers_are_counted(tmp_path, caplog):
         ([bomb(9_000, 9_000)], "has 9000x9000 pixels, more than 64000000"),
         ([bomb(1, 300)], "1x300 pixels, more than 200 times longer than wide"),
         (["missing.png"], "there is no such file"),
+        (["How many?"], "looks like a text: name the column"),
         (["../secret.png"], "leaves the folder"),
         (["/etc/passwd"], "leaves the folder"),
         (["a\0b"], "cannot be read"),

@@ -292,7 +292,7 @@ async def waits(completions, **rest):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["env.reward=[{folder}/own.py:raises]"], r"raised TypeError: .*own.py, line 3"),
+        (["env.reward=[{folder}/own.py:raises]"], r"completions=\[.*<answer>.*'0'.* raised TypeError: .*own.py, line 3"),
         (["env.reward=[{folder}/own.py:words]"], r"gave \['good', 'good'\] for 2 answers"),
         (["env.reward=[{folder}/own.py:waits]"], r"raised KeyError: 'later' \(.*own.py, line 7\)"),
         (["env.data={folder}/long.jsonl", "evaluation.split=train"], r"item 137 has \d+ tokens"),

@@ -48,7 +48,10 @@ def test_a_name_means_the_recipe_where_no_such_file_or_folder_is(empty_folder: P
     assert find_config("rl_vlm_f/drawer_open").samefile(ROOT / "configs/rl_vlm_f/drawer_open.yaml")
     assert find_config("quickstart.yaml") == Path("quickstart.yaml")  # a file, which is missed as files are
     (empty_folder / "quickstart").mkdir()
-    assert find_config("quickstart") == Path("quickstart")  # a run folder
+    with pytest.raises(UserInputError, match="quickstart is no run folder"):
+        find_config("quickstart")
+    (empty_folder / "quickstart/config.yaml").write_text("name: mine\n")
+    assert load_config("quickstart").name == "mine"
     (empty_folder / "soccer").write_text("name: mine\n")
     assert load_config("soccer").name == "mine"
 
