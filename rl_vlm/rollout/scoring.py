@@ -120,8 +120,8 @@ def try_rewards(
                     pool.submit(asyncio.run, asyncio.wait_for(compute_part(one.name, part, answered), _TRY_S)).result()
             except (GroupFailedError, TimeoutError) as error:
                 reason = str(error) or f"it takes more than {_TRY_S:g} s"
-                shown = completions_of(answered.answers, isinstance(info.get("prompt"), list))
-                raise UserInputError(f"env.reward, called with completions={shown!s:.200}: {reason}") from error
+                given = completions_of(answered.answers, isinstance(info.get("prompt"), list))
+                raise UserInputError(f"env.reward, called with completions={given!s:.200}: {reason}") from error
 
 
 def try_parts(settings: RewardSection, text: TextSide) -> None:
