@@ -1,0 +1,1 @@
+"""Builds the model `eyes` that comes with the package; see README.md."""

@@ -1,0 +1,83 @@
+"""The model's tokenizer, shape and first weights: a real Qwen3-VL of 2.9 million weights."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from tools.eyes.kinds import KINDS
+from tools.eyes.lessons import OWN_CORPUS
+from tools.eyes.scenes import described, questions, scene
+
+from rl_vlm.zoo.tiny.copying import begin_with_copying
+from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.zoo.words import lesson as forms
+
+VOCABULARY, MAX_LENGTH = 4096, 8192
+HIDDEN, LAYERS, FEED_FORWARD = 128, 4, 384
+TOWER, DEPTH = 128, 4
+LEAST_PIXELS, MOST_PIXELS = 32 * 32, 224 * 224
+GRID = 14  # patches per side of the largest square
+
+
+def corpus() -> tuple[str, ...]:
+    """What the tokenizer learns its words from."""
+    rng, texts = Random("corpus"), []
+    for draw in KINDS.values():
+        for _ in range(150):
+            asked = draw(rng)
+            texts += [asked.question, f" {asked.answer}", *(f" {other}" for other in asked.others)]
+    for _ in range(1500):
+        things = scene(rng)[1]
+        texts += [part for pair in (*questions(rng, things), described(rng, things)) for part in pair]
+    return (*forms.CORPUS, *OWN_CORPUS, *texts)
+
+
+def build_processor() -> Any:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    images = {
+        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+        "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS},
+    }  # fmt: skip
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**images),
+        tokenizer=build_tokenizer(MAX_LENGTH, corpus(), VOCABULARY),
+        video_processor=Qwen3VLVideoProcessor(**images),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer: Any) -> Any:
+    from transformers import AutoModelForImageTextToText, GenerationConfig, Qwen3VLConfig
+
+    token_id = tokenizer.convert_tokens_to_ids
+    end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,  # the least that vLLM's kernels support
+            "intermediate_size": FEED_FORWARD, "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.05,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 4, 4], "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True, "bos_token_id": pad, "eos_token_id": end, "pad_token_id": pad,
+        },
+        vision_config={
+            "depth": DEPTH, "hidden_size": TOWER, "num_heads": 4, "intermediate_size": 3 * TOWER, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": HIDDEN,
+            "num_position_embeddings": GRID**2, "deepstack_visual_indexes": [1], "initializer_range": 0.05,
+        },
+        image_token_id=token_id("<|image_pad|>"), video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"), vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():  # with small position embeddings a tower this small does not learn positions
+        positions = model.model.visual.pos_embed.weight
+        positions *= 0.5 / positions.std()
+    begin_with_copying(model, tokenizer.get_vocab())
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, bos_token_id=pad, do_sample=False)
+    return model

@@ -1,0 +1,148 @@
+"""Train the model `eyes`: resumable, one process for each core.
+
+    python -m tools.eyes.train FOLDER [--steps N] [--batch N] [--workers N]
+
+It goes on from FOLDER/newest.pt. The learning rate stays where it is until the last fifth of `--steps`, so a longer
+training can start from any checkpoint before that. `grade.py` measures a checkpoint and `ship.py` makes a model of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tools.eyes.lessons import Lessons
+from tools.eyes.model import build_model, build_processor
+from tools.eyes.muon import Optimizer
+from torch import Tensor
+
+from rl_vlm.files import replace_folder
+from rl_vlm.models.families.qwen_fast import fast_vision
+from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
+
+RATE, RISE, FALL = 2e-3, 300, 0.2  # the highest learning rate, steps until it, and the share of steps in which it falls
+LENGTHS = (40, 64, 96, 144, 220)  # tokens: rows of similar length share a forward pass, so that little is padding
+LOG_EVERY = 50
+
+
+def rate_at(step: int, total: int) -> float:
+    return RATE * min(1.0, (step + 1) / RISE) * min(1.0, (total - step) / (FALL * total))
+
+
+def add_gradients(model: Any, examples: list[Example], pad: int, total: Tensor) -> float:
+    """Add the gradient of the mean loss of all workers' `total` target tokens; returns this worker's part in nats."""
+    rows: dict[int, list[Example]] = {}
+    for example in examples:
+        rows.setdefault(bisect.bisect_left(LENGTHS, len(example.token_ids)), []).append(example)
+    loss = 0.0
+    for part in rows.values():
+        value = -token_logprobs(model, *collate(part, pad)).sum() / total
+        value.backward()
+        loss += float(value.detach())
+    return loss
+
+
+def sum_over_workers(model: Any, loss: float) -> float:
+    """All workers' gradients and losses become their sums."""
+    weights = list(model.parameters())
+    grads = [weight.grad if weight.grad is not None else torch.zeros_like(weight) for weight in weights]
+    flat = torch.cat([*(grad.flatten() for grad in grads), torch.tensor([loss])])
+    dist.all_reduce(flat)
+    for weight, part in zip(weights, flat[:-1].split([weight.numel() for weight in weights]), strict=True):
+        weight.grad = part.view_as(weight).clone()
+    return float(flat[-1])
+
+
+def processor_of(folder: Path) -> Any:
+    """That of the training so far: its words are those of the checkpoint."""
+    from transformers import AutoProcessor
+
+    if not (folder / "processor").exists():
+        with replace_folder(folder / "processor") as draft:
+            build_processor().save_pretrained(draft)
+    return AutoProcessor.from_pretrained(folder / "processor")
+
+
+class State:
+    """Model, optimizer and step, kept in FOLDER/newest.pt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = processor_of(folder)
+        self.model = build_model(self.processor.tokenizer)
+        self.optimizer, self.step, self._newest = Optimizer(self.model, RATE), 0, folder / "newest.pt"
+        if self._newest.exists():
+            saved = torch.load(self._newest, weights_only=True)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step = saved["step"]
+
+    def save(self) -> None:
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        torch.save(parts, self._newest.with_suffix(".new"))
+        os.replace(self._newest.with_suffix(".new"), self._newest)
+
+
+def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
+    """One worker's part: it draws and computes its share of each batch."""
+    torch.set_num_threads(1)
+    os.nice(args.nice)
+    meeting = f"file://{folder.resolve()}/{args.meeting}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=args.workers)
+    state = State(folder)
+    model, encoder = state.model.train(), DialogueEncoder(state.processor)
+    lessons = Lessons(state.step * args.workers + rank)  # others after each interruption
+
+    def draw() -> list[Example]:
+        return [encoder.encode_chat(lessons.draw()) for _ in range(args.batch // args.workers)]
+
+    first, mean, started, saved_at = state.step, float("nan"), time.monotonic(), time.monotonic()
+    with fast_vision(model), ThreadPoolExecutor(1) as pool:  # a batch is drawn while the model computes the one before
+        upcoming = pool.submit(draw)
+        while state.step < args.steps:
+            examples, upcoming = upcoming.result(), pool.submit(draw)
+            total = torch.tensor(float(sum(int(example.targets.sum()) for example in examples)))
+            dist.all_reduce(total)
+            loss = sum_over_workers(model, add_gradients(model, examples, encoder.pad_token_id, total))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            state.optimizer.step(rate_at(state.step, args.steps))
+            state.step += 1
+            mean = loss if state.step == first + 1 else 0.98 * mean + 0.02 * loss
+            is_last, now = state.step == args.steps, time.monotonic()
+            if rank == 0 and (is_last or state.step % LOG_EVERY == 0):
+                seconds = (now - started) / (state.step - first)
+                print(f"step {state.step} loss {mean:.4f} {seconds:.2f} s/step", flush=True)
+            if rank == 0 and (is_last or now - saved_at > args.save_every):
+                state.save()
+                saved_at = now
+    dist.destroy_process_group()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=60000)
+    parser.add_argument("--batch", type=int, default=64, help="conversations per step, of all workers")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--save-every", type=float, default=300, help="seconds")
+    parser.add_argument("--nice", type=int, default=10)
+    args = parser.parse_args(words)
+    args.meeting = f"meeting-{time.time_ns()}"
+    args.folder.mkdir(parents=True, exist_ok=True)
+    processor_of(args.folder)  # before the workers meet
+    if args.workers == 1:
+        work(0, args.folder, args)
+    else:
+        mp.spawn(work, (args.folder, args), args.workers)
+
+
+if __name__ == "__main__":
+    main()
