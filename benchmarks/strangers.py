@@ -1,6 +1,8 @@
-"""Does a model follow environments that it does not know? Ten small ones, as ten people would write them.
+"""Does a model follow environments that it does not know? Twenty small ones, as twenty people would write them.
 
-    python benchmarks/strangers.py [--model PATH_OR_NAME] [--only NAME ...] [--quick] [--folder DIR] [--out FILE]
+    python benchmarks/strangers.py [--model PATH_OR_NAME] [--only NAME ...] [--seconds S] [--shuffled] [--quick]
+                                   [--folder DIR] [--out FILE]
+    python benchmarks/strangers.py --oracle [--only NAME ...]
 
 The environments are tests/fixtures/strangers/*.py. Each states its form of answers in words: a tag, JSON, a tool call,
 a sentence ... For each, one after the other and each step a command of its own:
@@ -9,14 +11,19 @@ a sentence ... For each, one after the other and each step a command of its own:
   say nothing of the task.
 - `rl-vlm eval` on 100 held-out items, before and after that: the share of well-formed greedy answers, their accuracy,
   and the share of well-formed answers among those sampled as in training, of which RL lives.
-- `rl-vlm train` with the quickstart's settings for 100 iterations, from the adapter of the fine-tuning and directly.
+- `rl-vlm train` with the quickstart's settings for five minutes (`--seconds`), from the adapter of the fine-tuning and
+  directly. With `--shuffled` it sees the pictures of other items: a control that must not learn.
 
 Both train the vision tower, too, and RL has the learning rate of docs/own_environments.md.
 
 The table has two rows per environment. Its figures are those of the mean reward in the last five iterations.
 `well_formed`, `accuracy` (greedy) and `sampled_formed` are before RL; `first` is the mean reward of the first
-iteration, `curve` that of ten iterations on the way and of the last, `after` the greedy accuracy at the end. A step
-that has finished in `--folder` is not run again, so an interrupted measurement can go on.
+iteration, `curve` that of ten iterations on the way and of the last. After RL, for greedy answers to held-out items,
+`after` is the accuracy and `share` the part of the oracle's reward; `blind` is the part that is possible without
+looking. A step that has finished in `--folder` is not run again, so an interrupted measurement can go on.
+
+`--oracle` trains nothing. It plays 400 held-out items with the right answers and with constant ones, and compares that
+with what each environment states; the exit code is 1 if one of them states something else.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +40,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import oracle
 from report import Report, command_line
 
 from rl_vlm.envs.base import EpisodeEnv
@@ -40,9 +49,12 @@ from rl_vlm.types import Message
 
 ROOT = Path(__file__).resolve().parents[1]
 STRANGERS = ROOT / "tests" / "fixtures" / "strangers"
+SHUFFLED, SECONDS = (ROOT / "benchmarks" / name for name in ("shuffled_pictures.py", "training_seconds.py"))
 NAMES = sorted(path.stem for path in STRANGERS.glob("*.py"))
 CONVERSATIONS = 100
 SAMPLES = 4  # of each held-out item
+MOST_ITERATIONS = 1000  # the seconds end a run earlier, unless the machine is very fast
+ORACLE_ITEMS = 400
 _KINDS = ("greedy", "sampled")  # as `rl-vlm eval` names them
 _TIMEOUT_S = 3600.0
 # The longest answers, a tool call in a tokenizer of few words, do not fit the quickstart's 16 tokens.
@@ -53,9 +65,9 @@ RATE = "learner.lr=3e-4"
 FORMED, RAISED, SOLVED = 0.95, 0.2, 0.9  # of the greedy answers; of the mean reward
 
 
-def env_id(name: str) -> str:
+def env_id(name: str) -> Path:
     """`env.id` of a stranger."""
-    return str(STRANGERS / f"{name}.py")
+    return STRANGERS / f"{name}.py"
 
 
 def conversations(name: str, folder: Path, count: int = CONVERSATIONS) -> Path:
@@ -63,7 +75,7 @@ def conversations(name: str, folder: Path, count: int = CONVERSATIONS) -> Path:
 
     Every answer is the right one of another item, so it has the right form and says nothing about the picture.
     """
-    shown, other = make(env_id(name)), make(env_id(name))
+    shown, other = make(str(env_id(name))), make(str(env_id(name)))
     assert isinstance(shown, EpisodeEnv) and isinstance(other, EpisodeEnv)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / "train.jsonl"
@@ -98,8 +110,9 @@ def _content(message: Message) -> list[dict[str, str]]:
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
 
 
-def command(folder: Path, *arguments: object) -> None:
-    """Run `rl-vlm ...`, unless its results are there: `folder` is a run folder, or a file. Raises RuntimeError."""
+def command(folder: Path, *arguments: object, seconds: float = 0.0) -> None:
+    """Run `rl-vlm ...`, unless its results are there: `folder` is a run folder, or a file. `seconds` are those of
+    `training_seconds.py`. Raises RuntimeError."""
     if folder.suffix == ".json":
         done, where = folder.is_file(), ("--out", folder, "--overwrite")
     else:
@@ -111,7 +124,7 @@ def command(folder: Path, *arguments: object) -> None:
     line = [sys.executable, "-m", "rl_vlm.cli", *map(str, (*arguments, *where))]
     ended = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRAINING_SECONDS": str(seconds)},
     )  # fmt: skip
     if ended.returncode:
         raise RuntimeError(f"{' '.join(line[2:])} ended with code {ended.returncode}:\n{ended.stderr[-2000:]}")
@@ -149,33 +162,41 @@ def rewards(run: Path) -> list[float]:
     return [float(row["reward/mean"]) for row in rows]
 
 
-def measure(model: str, name: str, folder: Path, quick: bool) -> dict[str, dict[str, Any]]:
+def reward_of_greedy(run: Path) -> float:
+    """The mean reward of the last evaluation."""
+    *_, last = (run / "eval.jsonl").read_text().splitlines()
+    return float(json.loads(last)["reward/default"])
+
+
+def measure(
+    model: str, name: str, folder: Path, *, quick: bool, seconds: float, shuffled: bool
+) -> dict[str, dict[str, Any]]:
     """Fine-tune, evaluate and train; one row for the run after fine-tuning and one for that without."""
-    tuned, items = folder / "sft", 50 if quick else 100
-    shared = (
-        f"model.path={model}",
-        TOWER,
-        f"env.id={env_id(name)}",
-        "env.kwargs={}",
-        *LIMITS,
-        f"evaluation.num_items={items}",
-    )
+    tuned, items, worth = folder / "sft", 50 if quick else 100, oracle.stated(env_id(name))
+    shared = (f"model.path={model}", TOWER, *LIMITS, f"evaluation.num_items={items}")
+    own = (f"env.id={env_id(name)}", "env.kwargs={}")
     data = conversations(name, folder / "data")
     command(tuned, "sft", "sft_tiny", f"model.path={model}", TOWER, f"sft.data={data}", *FINE_TUNING)
     sides = ("--run-dir", tuned, "--against", "base")
-    command(folder / "eval.json", "eval", "quickstart", *sides, *shared, f"evaluation.samples={SAMPLES}")
+    command(folder / "eval.json", "eval", "quickstart", *sides, *shared, *own, f"evaluation.samples={SAMPLES}")
+    played = (f"env.id={SHUFFLED}", f"env.kwargs={{env: {env_id(name)}}}") if shuffled else own
+    length = (f"algorithm.iterations={MOST_ITERATIONS}", f"logging.callbacks=[{SECONDS}:TrainingSeconds]")
     rows = {}
     for label, side, more in (("after SFT", "policy", (f"model.adapter={tuned}",)), ("directly", "against", ())):
-        run = folder / label.replace(" ", "-").lower()
-        length = (f"algorithm.iterations={20 if quick else 100}", "evaluation.every=0")
-        command(run, "train", "quickstart", *shared, *more, *length, RATE)
+        label = f"shuffled, {label}" if shuffled else label
+        run = folder / label.replace(", ", "-").replace(" ", "-").lower()
+        settings = (*shared, *played, *more, *length, "evaluation.every=0", RATE)
+        command(run, "train", "quickstart", *settings, seconds=seconds)
         curve, start = rewards(run), start_of(folder / "eval.items.jsonl", side, items)
         rows[label] = {
             "values": curve[-5:],
             **asdict(start),
             "first": curve[0],
+            "iterations": len(curve),
             "after": json.loads((run / "result.json").read_text())["accuracy_after"],
-            "curve": " ".join(f"{reward:.2f}".lstrip("0") for reward in (*curve[:: len(curve) // 10], curve[-1])),
+            "share": reward_of_greedy(run) / worth.oracle,
+            "blind": worth.blind / worth.oracle,
+            "curve": " ".join(f"{r:.2f}".lstrip("0") for r in (*curve[:: max(len(curve) // 10, 1)], curve[-1])),
         }
     return rows
 
@@ -190,25 +211,48 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     after = [row for row in rows if row["label"].endswith("after SFT")]
     directly = [row for row in rows if row["label"].endswith("directly")]
     formed = sum(row["well_formed"] >= FORMED for row in after)
+    shares = (statistics.mean(row["share"] for row in rows) for rows in (after, directly))
     return (
         f"{formed} of {len(after)} environments are at least {FORMED:.0%} well-formed after SFT. RL raises the mean "
         f"reward by more than {RAISED}, or above {SOLVED}, in {sum(map(learned, after))} of them after SFT and in "
-        f"{sum(map(learned, directly))} directly."
+        f"{sum(map(learned, directly))} directly. Their mean share of the oracle's reward is then {next(shares):.2f} "
+        f"and {next(shares):.2f}."
     )
+
+
+def check_oracles(names: Sequence[str]) -> bool:
+    """Print what the oracle and the best constant answer get, and whether all environments state that."""
+    fine = True
+    for name in names:
+        said, found = oracle.stated(env_id(name)), oracle.measured(env_id(name), ORACLE_ITEMS)
+        held = oracle.holds(said, found, ORACLE_ITEMS)
+        fine = fine and held
+        print(
+            f"{'ok  ' if held else 'FAIL'} {name:15} oracle {found.oracle:.2f} (states {said.oracle:.2f}), "
+            f"blind best {found.blind:.3f} (states {said.blind:.3f})",
+            flush=True,
+        )
+    return fine
 
 
 def main() -> None:
     """Command line."""
-    parser = command_line(__doc__, "20 iterations and 50 held-out items")
+    parser = command_line(__doc__, "50 held-out items")
     parser.add_argument("--model", default="tiny", help="model.path (default tiny)")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--folder", type=Path, help="where data and run folders go; default: a temporary folder")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of each training (default 300)")
+    parser.add_argument("--shuffled", action="store_true", help="train with the pictures of other items")
+    parser.add_argument("--oracle", action="store_true", help="only check what the environments state of their rewards")
     args = parser.parse_args()
+    if args.oracle:
+        sys.exit(not check_oracles(args.only))
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="strangers-"))).absolute()
     model = str(Path(args.model).absolute()) if Path(args.model).is_dir() else args.model
     report = Report(f"Environments of strangers: mean reward of {args.model} at the end of training")
     for name in args.only:
-        for label, row in measure(model, name, folder / name, args.quick).items():
+        own = {"quick": args.quick, "seconds": args.seconds, "shuffled": args.shuffled}
+        for label, row in measure(model, name, folder / name, **own).items():
             report.add(f"{name}, {label}", row.pop("values"), unit="", **row)
             print(f"{name}, {label}: {row}", flush=True)
     report.notes.append(summary(report.rows))

@@ -1,5 +1,7 @@
-"""tests/fixtures/strangers: ten small environments as other people write them, and what benchmarks/strangers.py makes of them."""
+"""tests/fixtures/strangers: small environments as other people write them, and what benchmarks/strangers.py asks of them."""
 
+import importlib
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -9,20 +11,46 @@ from rl_vlm.envs.registry import make
 
 ROOT = Path(__file__).parents[2]
 STRANGERS = ROOT / "tests" / "fixtures" / "strangers"
+ITEMS = 120
 CALL = '{"name": "open_curtain", "arguments": {"side": "left"}}'
+SWITCH = CALL.replace("open_curtain", "switch_on").replace("side", "lamp")
 # What they can be answered with, turn by turn.
 ANSWERS = {
     "bars": ({"Answer: 1", "Answer: 2", "Answer: 3"},),
     "brighter_photo": ({"first", "second"},),
+    "buttons": (
+        {
+            f'{{"x": {x}, "y": {y}}}'
+            for x in (*range(46, 59), *range(142, 155))
+            for y in (*range(36, 47), *range(84, 95))
+        },
+    ),
     "cross": ({"yes", "no"},),
     "curtain": (
         {f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL.replace('left', 'right')}</tool_call>"},
         {"on", "off"},
     ),
+    "difference": (
+        {f"The difference is at the {row} {side}." for row in ("top", "bottom") for side in ("left", "right")},
+    ),
     "doors": ({f"open {number}" for number in range(1, 5)},),
+    "gauge": ({f"{percent}%" for percent in range(0, 101, 10)},),
+    "lamps": (
+        {f"<tool_call>{SWITCH}</tool_call>", f"<tool_call>{SWITCH.replace('left', 'right')}</tool_call>"},
+        {"red", "green", "blue", "yellow"},
+    ),
+    "marbles": ({f"**{number}**" for number in ("one", "two", "three", "four")},),
+    "maze": ({f"Action: {move}" for move in ("up", "down", "left", "right")},),
     "mouse": ({f"row {row}, column {column}" for row in (1, 2) for column in (1, 2)},),
     "paint": ({f"I choose {paint}." for paint in ("red", "blue", "white", "yellow")},),
+    "price": ({"(a)", "(b)", "(c)", "(d)"},),
     "quiz": ({"A", "B", "C"},),
+    "search": (
+        {f"quarter={number}" for number in range(1, 5)},
+        {f"colour={name}" for name in ("red", "blue", "white")},
+    ),
+    "sizes": ({" < ".join(order) for order in permutations(("red", "green", "blue"))},),
+    "tallest": ({f"<answer>{letter}</answer>" for letter in "ABCDEF"},),
     "traffic": ({f'{{"light": "{light}"}}' for light in ("red", "yellow", "green")},),
     "weather": ({f"<weather>{weather}</weather>" for weather in ("sunny", "cloudy", "night")},),
 }
@@ -49,14 +77,44 @@ def test_it_is_a_sound_environment(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_right_answers_are_paid_and_all_answers_occur(name: str) -> None:
+def test_right_answers_are_rewarded_in_full_and_all_answers_occur(name: str) -> None:
     said: list[set[str]] = [set() for _ in ANSWERS[name]]
-    for index in range(32):
-        env = opened(name, index, ("train", "test")[index % 2])
+    for index in range(60):
+        env, total = opened(name, index, ("train", "test")[index % 2]), 0.0
         for turn, texts in enumerate(said):
             texts.add(text := env.right())
             _, reward, terminated, _, info = env.step(text)
-            last = turn == len(said) - 1
-            assert (reward, terminated, info["well_formed"]) == (float(last), last, True)
-        assert info["correct"] is True
-    assert tuple(said) == ANSWERS[name]
+            total += reward
+            assert (terminated, info["well_formed"]) == (turn == len(said) - 1, True)
+        assert (total, info["correct"]) == (1.0, True)
+    for texts, possible in zip(said, ANSWERS[name], strict=True):
+        assert texts == possible or (len(possible) > 60 and texts < possible)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_it_states_what_an_oracle_gets_and_what_constant_answers_get(name: str, oracle) -> None:
+    path = Path(path_of(name))
+    said, found = oracle.stated(path), oracle.measured(path, ITEMS)
+    assert oracle.holds(said, found, ITEMS), (said, found)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_shuffled_pictures_are_those_of_the_next_item(name: str) -> None:
+    def shown(env, index: int) -> tuple[list[str], list[str]]:
+        observation, _ = env.reset(options={"index": index, "split": "test"})
+        seen = list(observation.messages)
+        for text in answers[:-1]:
+            seen += env.step(text)[0].messages
+        return [message.text for message in seen], [image.sha256 for message in seen for image in message.images]
+
+    answers = next(product(*(sorted(turn) for turn in ANSWERS[name])))
+    own, following = (shown(make(path_of(name)), index) for index in (3, 4))
+    shuffled = make(str(ROOT / "benchmarks" / "shuffled_pictures.py"), env=path_of(name))
+    assert shown(shuffled, 3) == (own[0], following[1]) != own
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("oracle")
