@@ -49,7 +49,7 @@ def page() -> str:
         "Every error that rl_vlm raises on purpose, by the module that defines it. The command line prints its "
         "sentence, and ends with code 2 for a `UserInputError`, 130 or 143 after a signal, and 1 for all others. In "
         "Python, `rl_vlm.types.RLVLMError` is the base of all of them. [Troubleshooting](troubleshooting.md) begins "
-        "at what you see in a run.",
+        "at what you see in a run."
     ]
     known = list(documented_errors())
     for package in dict.fromkeys(one.module.split(".")[1] for one in known):

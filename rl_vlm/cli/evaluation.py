@@ -182,9 +182,9 @@ def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> 
 
 
 def _sections(run_dir: Path) -> dict[str, Any]:
-    from rl_vlm.config.loading import read_yaml
+    from rl_vlm.config.loading import find_config, read_yaml
 
-    return read_yaml(run_dir / "config.yaml", ())
+    return read_yaml(find_config(run_dir), ())
 
 
 def _load(
@@ -196,6 +196,7 @@ def _load(
 ) -> Any:
     """The run of a configuration, of flags alone, or of both; flags win. Flags alone must hold those of `needs`. Of a
     run folder with a section of `models` only the model counts."""
+    from rl_vlm.config import load_served_config
     from rl_vlm.types import UserInputError
 
     words = list(overrides or ())
@@ -210,11 +211,7 @@ def _load(
     if config is None or not config.is_dir() or not set(models) & set(_sections(config)):
         return load_run(config, words)
     if not any(word.startswith("env.") for word in words):
-        raise UserInputError(
-            f"The run in {config} has a model and no environment to play: add one, such as --env Shapes-v0."
-        )
-    from rl_vlm.config import load_served_config
-
+        raise UserInputError(f"The run in {config} has a model and no environment: add one, such as --env Shapes-v0.")
     return load_served_config(config / "config.yaml", words)
 
 

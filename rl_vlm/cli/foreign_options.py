@@ -17,8 +17,7 @@ def check_options(command: Any, given: Sequence[str]) -> None:
     names = iter(given)
     while (commands := getattr(command, "commands", None)) is not None:
         command = commands.get(next(names, ""))
-    parameters = getattr(command, "params", ())
-    known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
+    known = {option for one in getattr(command, "params", ()) for option in (*one.opts, *one.secondary_opts)}
     if any(word.startswith("--") and word.partition("=")[0] not in known for word in names if command):
         _translate(given, known)
 

@@ -34,11 +34,10 @@ def config(
     if markdown:
         say(import_module(_PAGES[page]).page())
         return
-    for kind in (reference.KINDS[of],) if of else reference.KINDS.values():
-        chosen = [one for one in reference.reference(kind) if f"{one.name}.".startswith(key and f"{key}.")]
-        if chosen:
-            break
-    else:
+    kinds = (reference.KINDS[of],) if of else reference.KINDS.values()
+    start = key and f"{key}."
+    found = ([one for one in reference.reference(kind) if f"{one.name}.".startswith(start)] for kind in kinds)
+    if not (chosen := next(filter(None, found), [])):
         raise UserInputError(unknown_key(key, reference.KINDS[of or "policy"]))
     for one in chosen:
         say(f"{one.name}: {one.default or '(must be given)'}\n    {one.type}\n    {one.meaning}")

@@ -155,9 +155,7 @@ def sft(
 
 
 @commands.command("sft-example", epilog="Example: rl-vlm sft-example my-data; rl-vlm sft sft_tiny sft.data=my-data")
-def sft_example(
-    folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")],
-) -> None:
+def sft_example(folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")]) -> None:
     """Write the built-in conversations about shapes as files, as an example of the form that your own take."""
     from rl_vlm.supervised.example import write_example
 

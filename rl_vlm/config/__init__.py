@@ -3,12 +3,7 @@
 from rl_vlm.config.common import CommonConfig
 from rl_vlm.config.env import CurriculumSection, EnvPart, EnvSection, JudgeSection, RewardFunction, RewardSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
-from rl_vlm.config.learner import (
-    AlgorithmSection,
-    CriticSection,
-    LearnerSection,
-    OptimizerSection,
-)
+from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection, OptimizerSection
 from rl_vlm.config.loading import (
     TrainConfig,
     load_config,
@@ -21,19 +16,8 @@ from rl_vlm.config.loading import (
 from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.overrides import apply_overrides
 from rl_vlm.config.policy import PolicyConfig
-from rl_vlm.config.preference import (
-    PreferenceConfig,
-    PreferenceSection,
-    RewardModelSection,
-    SACSection,
-)
+from rl_vlm.config.preference import PreferenceConfig, PreferenceSection, RewardModelSection, SACSection
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.section import Section
-from rl_vlm.config.serving import (
-    AutoscalingSection,
-    HTTPSection,
-    ModelSection,
-    ServingSection,
-    TrainedModelSection,
-)
+from rl_vlm.config.serving import AutoscalingSection, HTTPSection, ModelSection, ServingSection, TrainedModelSection
 from rl_vlm.config.sft import SFTConfig

@@ -64,8 +64,9 @@ def find_config(path: str | Path) -> Path:
         return path
     name, names = path.as_posix(), recipe_names()
     if name not in names:
-        model = f": a model is named by model.path, as in `rl-vlm train quickstart model.path={name}`"
-        hint = model if _names_model(name) else _hint(name, names)
+        hint = _hint(name, names)
+        if name in builtin_models() or (name.count("/") == 1 and name.lower() != name):  # as hub names are written
+            hint = f": a model is named by model.path, as in `rl-vlm train quickstart model.path={name}`"
         raise UserInputError(f"There is no file, run folder or recipe {name}{hint}.")
     return recipe_file(name)
 
@@ -84,7 +85,3 @@ def _hint(name: str, names: list[str]) -> str:
     alike = difflib.get_close_matches(name.rpartition("/")[2], last, n=3)
     meant = f": did you mean {' or '.join(last[other] for other in alike)}?" if alike else ""
     return f"{meant or ':'} `rl-vlm recipes` lists the recipes"
-
-
-def _names_model(name: str) -> bool:
-    return name in builtin_models() or (name.count("/") == 1 and name.lower() != name)  # as hub names are written

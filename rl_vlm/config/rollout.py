@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
 from rl_vlm.types import Grammar, InFlightUpdates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from gymnasium.spaces import Box
 
 from rl_vlm.control_envs.base import ControlEnv, StepResult, unit_box
 from rl_vlm.control_envs.metaworld_cameras import SceneRenderer, choose_view, import_mujoco
+from rl_vlm.registry import suggestion
 from rl_vlm.types import UserInputError
 
 _GREEN = (0.10, 0.65, 0.15, 1.0)
@@ -119,7 +119,6 @@ def _classes() -> dict[str, Any]:
 def _make_task(task: str) -> Any:
     classes, name = _classes(), f"{task}-v3"
     if name not in classes:
-        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.4)
-        hint = f" Did you mean metaworld/{nearest[0]}?" if nearest else ""
-        raise UserInputError(f"MetaWorld has no task {task!r}.{hint}")
+        known = [f"metaworld/{one}" for one in classes]
+        raise UserInputError(f"MetaWorld has no task {task!r}.{suggestion(f'metaworld/{name}', known)}")
     return classes[name]()

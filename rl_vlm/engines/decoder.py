@@ -136,9 +136,7 @@ class Decoder:
         source = np.repeat(np.arange(len(prepared)), [item.request.sampling.n for item in prepared])
         source_t = torch.from_numpy(source).to(self._device)
         self._cache.admit(
-            layers,
-            source_t,
-            max(len(item.prompt_ids) + item.request.sampling.max_new_tokens for item in prepared),
+            layers, source_t, max(len(item.prompt_ids) + item.request.sampling.max_new_tokens for item in prepared)
         )
         first = self.num_rows
         now = time.monotonic()

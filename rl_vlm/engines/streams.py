@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl_vlm.types import (
-    SampleChunk,
-    StopReason,
-    TopLogprobs,
-)
+from rl_vlm.types import SampleChunk, StopReason, TopLogprobs
 
 
 @dataclass(slots=True)

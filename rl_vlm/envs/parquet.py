@@ -25,10 +25,7 @@ class TooLargeError(UserInputError):
 
 
 def read_parquet(
-    reader: pq.ParquetFile,
-    group: int | None = None,
-    columns: Sequence[str] | None = None,
-    free_bytes: int = FREE_BYTES,
+    reader: pq.ParquetFile, group: int | None = None, columns: Sequence[str] | None = None, free_bytes: int = FREE_BYTES
 ) -> pa.Table:
     """A row group, or the whole file, as a table. Raises TooLargeError, and pyarrow's errors for damaged files.
 

@@ -40,12 +40,7 @@ class RemoteEnv(EnvClient):
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: Seconds = 60.0,
-        retry_s: Seconds = 30.0,
-        token_variable: str = TOKEN_VARIABLE,
+        self, address: str, *, timeout_s: Seconds = 60.0, retry_s: Seconds = 30.0, token_variable: str = TOKEN_VARIABLE
     ) -> None:
         self._url = base_url(address)
         self._timeout_s, self._retry_s = timeout_s, retry_s

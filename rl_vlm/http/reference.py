@@ -71,7 +71,7 @@ def page() -> str:
     lines = ["# HTTP API reference", "", "<!-- Written by `rl-vlm config --markdown --page http_api`. -->", ""]
     lines += [
         "Every route, field, limit and status of `rl-vlm serve`. [The HTTP API](serving_api.md) explains them, and "
-        "[serving](serving.md) shows how to start a server.",
+        "[serving](serving.md) shows how to start a server."
     ]
     lines += ["", "## Routes", "", *table(("route", "body", "answer"), _routes())]
     lines += ["", "## Fields of all requests for samples", ""]

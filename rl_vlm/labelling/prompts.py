@@ -1,4 +1,4 @@
-"""What a labeller is asked about each task: RL-VLM-F's tasks, or those of a YAML file:
+"""What a labeller is asked about each task: RL-VLM-F's tasks (`tasks.yaml`), or those of a YAML file:
 
 push-button: to press the red button all the way down     # the goal alone, or:
 stack:
@@ -10,7 +10,6 @@ stack:
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from pydantic import ValidationError
 
 from rl_vlm.config.complaints import explain
 from rl_vlm.config.loading import load_yaml_file
-from rl_vlm.labelling.templates import TaskPrompts, Templates
+from rl_vlm.labelling.templates import TaskPrompts
+from rl_vlm.registry import suggestion
 from rl_vlm.types import UserInputError
 
 # RL-VLM-F's names of tasks, where they differ by more than prefix, version and hyphens.
@@ -29,39 +29,6 @@ _ALIASES = {
     "drawer": "draweropen",
     "sweep": "sweepinto",
 }
-# Goal, and what the achieved goal looks like.
-_GOALS = {
-    "cartpole": (
-        "to balance the brown pole upright on the black cart",
-        "The brown pole stands vertically upright on the black cart.",
-    ),
-    "drawer-open": ("to open the drawer", "The drawer is open."),
-    "sweep-into": ("to bring the green cube as close as possible to the hole", "The green cube is in the hole."),
-    "soccer": ("to move the soccer ball into the goal", "The soccer ball is in the goal."),
-    "door-open": ("to open the door of the safe", "The door of the safe is open."),
-    "assembly": ("to pick up the nut and place it onto the peg", "The nut is on the peg."),
-    "box-close": ("to grasp the cover and close the box with it", "The box is closed by its cover."),
-    "coffee-push": ("to push the mug under the coffee machine", "The mug is under the coffee machine."),
-    "stick-pull": (
-        "to grasp the stick and pull the box with it",
-        "The box has been pulled to the goal with the stick.",
-    ),
-    "rope-flatten": ("to straighten the blue rope", "The blue rope is straight."),
-    "pass-water": (
-        "to move the container of water as close as possible to the red circle, without spilling much water",
-        "The container is at the red circle and holds its water.",
-    ),
-    "cloth-fold": (
-        "to fold the cloth along its diagonal, from the top left corner to the bottom right corner",
-        "The cloth is folded diagonally, its top left corner on its bottom right corner.",
-    ),
-}
-TASKS = {name: TaskPrompts(goal=goal, description=description) for name, (goal, description) in _GOALS.items()}
-TASKS["cartpole-tiny"] = TaskPrompts(  # for `tiny-labeller`, whose every token costs
-    goal="an upright pole",
-    description="The pole is upright.",
-    templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
-)
 
 
 def task_prompts(task: str, file: str | Path | None = None, goal: str = "") -> TaskPrompts:
@@ -76,10 +43,9 @@ def task_prompts(task: str, file: str | Path | None = None, goal: str = "") -> T
     if goal:
         return TaskPrompts(goal=goal)
     names = [*own, *sorted(TASKS)]
-    near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
+    hint = suggestion(short, names, 0.5) or f" Known are {', '.join(names)}."
     raise UserInputError(
-        f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
+        f"There are no prompts for the task {task!r}.{hint} Another goal can be given in words, or in a YAML file."
     )
 
 
@@ -105,3 +71,6 @@ def _short_name(task: str) -> str:
     short = re.sub(r"^(metaworld|softgym|meta-world)[_/]", "", task.strip(), flags=re.IGNORECASE)
     short = re.sub(r"[-_]v\d+$", "", short).lower().replace("_", "").replace("-", "")
     return _ALIASES.get(short, short)
+
+
+TASKS = load_prompts(Path(__file__).with_name("tasks.yaml"))

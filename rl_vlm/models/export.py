@@ -15,7 +15,7 @@ from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.loading import quiet_libraries, resolve_model, save_model
 from rl_vlm.models.lora import merge_into
 from rl_vlm.models.modules import from_folder
-from rl_vlm.models.trained import find_trained, is_full, read_payload
+from rl_vlm.models.trained import check_trained, find_trained, is_full, read_payload
 from rl_vlm.models.weights import FullPayload
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import UserInputError
@@ -35,6 +35,7 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     quiet_libraries()
     base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
+    check_trained(adapter, str(base))
     merged: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
     merge_into(merged, read_payload(adapter, 0))
     with replace_model(out) as draft:

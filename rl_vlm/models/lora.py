@@ -51,7 +51,7 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
     """
     settings, state = LoraSettings.read(f"version {payload.version}", payload.config_json), payload.state()
     what, found = f"Adapter version {payload.version}", {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_shapes(found, adapter_shapes(found, settings.r, shapes), what)
+    check_shapes(found, lora_shapes(found, settings.r, shapes), what)
     check_finite(state, what)
     stems = (name.removesuffix(DOWN) for name in state if name.endswith(DOWN))
     return {
@@ -60,9 +60,7 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
     }
 
 
-def adapter_shapes(
-    names: Iterable[str], rank: int, shapes: Mapping[str, tuple[int, int]]
-) -> dict[str, tuple[int, ...]]:
+def lora_shapes(names: Iterable[str], rank: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     """The tensors that an adapter of this rank has for the layers of `names`, its own tensors, among those of `shapes`
     (out, in)."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -166,7 +164,7 @@ def trained_tensors(model: nn.Module, lora: LoraSection) -> dict[str, tuple[int,
     """The tensors that training with these settings has in a model, with their shapes."""
     shapes, pattern = linear_shapes(model), _pattern(lora.target_modules, model)
     names = (PREFIX + name + DOWN for name in shapes if re.fullmatch(pattern, name))
-    return adapter_shapes(names, lora.rank, shapes)
+    return lora_shapes(names, lora.rank, shapes)
 
 
 def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:

@@ -106,7 +106,7 @@ def check_trained(folder: Path, model: str, lora: LoraSection | None = None) -> 
     """Raise UserInputError where a folder's weights have other names or shapes than the model has for them. An adapter
     may leave layers of the model out, except with `lora`: then it has all layers that training adapts. Headers alone
     are read."""
-    from rl_vlm.models.lora import adapter_shapes, linear_shapes, trained_tensors  # imports torch
+    from rl_vlm.models.lora import linear_shapes, lora_shapes, trained_tensors  # imports torch
     from rl_vlm.models.modules import empty_model
 
     tensors, about = (FullPayload if is_full(folder) else AdapterPayload).checked(folder, mapped)
@@ -115,7 +115,7 @@ def check_trained(folder: Path, model: str, lora: LoraSection | None = None) -> 
     if is_full(folder):
         wanted = {name: tuple(one.shape) for name, one in own.named_parameters()}
     elif lora is None:
-        wanted = adapter_shapes(found, LoraSettings.read(folder, about).r, linear_shapes(own))
+        wanted = lora_shapes(found, LoraSettings.read(folder, about).r, linear_shapes(own))
     else:
         wanted = trained_tensors(own, lora)
     said = json.loads(about)

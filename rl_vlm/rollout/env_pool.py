@@ -66,11 +66,7 @@ class EnvPool:
     """
 
     def __init__(
-        self,
-        make: Callable[[], VisionEnv],
-        timeout_s: float,
-        max_threads: int = 32,
-        inline: bool = False,
+        self, make: Callable[[], VisionEnv], timeout_s: float, max_threads: int = 32, inline: bool = False
     ) -> None:
         self._make, self._inline, self._max_threads = make, inline, max_threads
         self._timeout_s = timeout_s

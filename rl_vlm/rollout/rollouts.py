@@ -11,13 +11,7 @@ from typing import Any
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.rollout.actors import ActorPool
-from rl_vlm.rollout.sampler import (
-    RESTART_GRACE_S,
-    STOP_CHECK_S,
-    RoundAbandonedError,
-    Sampler,
-    SamplingError,
-)
+from rl_vlm.rollout.sampler import RESTART_GRACE_S, STOP_CHECK_S, RoundAbandonedError, Sampler, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.statistics import are_equal

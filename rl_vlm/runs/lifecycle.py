@@ -7,7 +7,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,16 @@ class BaseRun(ABC):
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
-        if self._is_finished():
+        kept = self.folder / "result.json"
+        is_over = self._resumes and self.start >= self.total and kept.is_file()
+        done: dict[str, Any] = json.loads(kept.read_text()) if is_over else {}
+        if done.get("status") == "done":
             self.display.line(f"The run in {self.folder} is finished: to go on, add {self._length} above {self.total}.")
             self.recorder.close()
-            return self.result
+            return done
         with self.session():
             self._train()
         return self.result
-
-    def _is_finished(self) -> bool:
-        """Whether a resume has nothing to do: the last checkpoint and all results are there."""
-        if not self._resumes or self.start < self.total:
-            return False
-        with suppress(OSError, ValueError):
-            self.result = dict(json.loads((self.folder / "result.json").read_text()))
-            return self.result.get("status") == "done"
-        return False
 
     @contextmanager
     def session(self) -> Iterator[None]:

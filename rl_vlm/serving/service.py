@@ -33,14 +33,7 @@ from rl_vlm.config import CommonConfig
 from rl_vlm.engines.vllm_limits import check_kernels
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.serving.deploy import (
-    ServingError,
-    build_app,
-    delete_application,
-    deploy,
-    start_serve,
-    wait_for_replicas,
-)
+from rl_vlm.serving.deploy import ServingError, build_app, delete_application, deploy, start_serve, wait_for_replicas
 from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
 from rl_vlm.serving.shared import find_or_start
 from rl_vlm.types import UserInputError

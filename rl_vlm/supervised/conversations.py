@@ -45,10 +45,8 @@ def read_conversation(row: Row) -> SFTConversation:
     cells = {name: cell for name, cell in row.cells.items() if cell is not None}
     messages = cells.get("messages", cells.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise BadRowError(
-            f"`messages` is missing, empty or not a list in {', '.join(cells)}: `rl-vlm sft-example FOLDER` writes the "
-            "form."
-        )
+        found = ", ".join(cells)
+        raise BadRowError(f"`messages` is missing or no list in {found}: `rl-vlm sft-example` writes the form.")
     if cells.get("tools") not in _NO_TOOLS:
         raise BadRowError("it has tools: describe them in the system message, as the model is to see them.")
     if _trained({name: cells[name] for name in _TRAINED if name in cells}, "the row") is False:

@@ -157,11 +157,7 @@ class TextModel:
         return rms_norm(self._text.norm, hidden)
 
     def prefill(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        features: Sequence[ImageFeatures] = (),
+        self, input_ids: Tensor, positions: Tensor, lengths: Tensor, features: Sequence[ImageFeatures] = ()
     ) -> tuple[Tensor, KeysValues]:
         """Last hidden states [B, D] of each prompt's last token, and per layer keys and values [B, heads, L, head_dim].
 
