@@ -40,13 +40,12 @@ def test_a_short_run_with_a_served_labeller_goes_through_all_its_stages(tmp_path
     """Labels, reward model, relabelling, evaluation, records: what the proofs below do for minutes."""
     settings = (
         "preference.total_steps=1200", "preference.evaluation.every=600", "preference.evaluation.episodes=2",
-        "serving.num_replicas=1",
+        "serving.num_replicas=1", "model.path=tiny",  # comes with the package; it prefers what is shown first
     )  # fmt: skip
     run = finished(tmp_path / "run", *settings, config=CARTPOLE)
     assert run.result()["status"] == "done" and "Labels so far:" in run.output()
     labels = [label for _, labels in LabelStore(tmp_path / "run/labels").sessions() for label in labels]
-    decided = [label for label in labels if label.is_decided]
-    assert len(decided) > 20 and not any(label.error for label in decided)
+    assert len(labels) == 200 and not any(label.error for label in labels)
     assert {"curve.png", "eval.csv", "vlm_query_log.csv"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 

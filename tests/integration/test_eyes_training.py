@@ -12,23 +12,25 @@ from tools.eyes import brush, train
 from tools.eyes.ship import ship
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.acceptance
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("steps", [10, 600])
 def test_a_short_training_learns_goes_on_and_becomes_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(brush, "photographs", lambda: [brush.Image.new("RGB", (300, 300), "teal")])
     monkeypatch.setattr(train, "LOG_EVERY", 1)
     monkeypatch.setattr(train, "RISE", 10)
     folder = tmp_path / "training"
-    for steps in ("8", "10"):
-        train.main([str(folder), "--steps", steps, "--batch", "16", "--workers", "1", "--nice", "0"])
+    first = steps * 4 // 5
+    for until in (first, steps):
+        train.main([str(folder), "--steps", str(until), "--batch", "16", "--workers", "1", "--nice", "0"])
     found = re.findall(r"step (\d+) loss ([\d.]+)", capfd.readouterr().out)
-    assert [int(step) for step, _ in found] == list(range(1, 11))  # the second one goes on
+    assert [int(step) for step, _ in found] == list(range(1, steps + 1))  # the second one goes on
     losses = [float(loss) for _, loss in found]
-    assert losses[7] < losses[0]
-    assert losses[8] < losses[0] - 0.5  # a mean that starts anew, over weights that do not
+    assert losses[first - 1] < losses[0]
+    assert losses[first] < losses[0] - 0.5  # a mean that starts anew, over weights that do not
     ship(folder, tmp_path / "model")
     stored = load_file(tmp_path / "model/model.safetensors")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)

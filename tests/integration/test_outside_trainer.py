@@ -81,6 +81,7 @@ def scored(peft: PeftModel, folder: Path, token_ids: list[int]) -> np.ndarray:
     return logits.log_softmax(-1)[torch.arange(len(token_ids)), torch.tensor(token_ids)].numpy()
 
 
+@pytest.mark.acceptance  # CI loads adapters as TRL does, below
 def test_a_trainer_loads_its_adapters_and_samples_with_each(
     server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
 ) -> None:

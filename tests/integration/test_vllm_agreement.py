@@ -15,6 +15,8 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.models.modules import HeadDType
 
+pytestmark = pytest.mark.acceptance  # CI compares log-probabilities in test_vllm_engine.py
+
 
 @pytest.fixture(scope="module")
 def folder(wide_folder: Path) -> Path:
@@ -28,13 +30,12 @@ def engine(folder: Path) -> Iterator[VLLMEngine]:
     asyncio.run(engine.close())
 
 
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_engine_and_learner_agree_after_twenty_updates(engine: VLLMEngine, folder: Path, temperature: float) -> None:
     loop = Loop(folder, temperature, engine, learner__lr=1e-2)
     check_agreement(loop, updates=20)
 
 
-@pytest.mark.acceptance
 def test_engine_and_learner_agree_within_a_format(engine: VLLMEngine, folder: Path) -> None:
     form = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}}
     loop = Loop(folder, 0.7, engine, learner__lr=1e-2, rollout__format=form)
@@ -47,14 +48,12 @@ def test_engine_and_learner_agree_within_a_format(engine: VLLMEngine, folder: Pa
 # --- Engine and learner agree in bfloat16 on a CPU, or the gate of `logprob_gate.py` closes
 
 
-@pytest.mark.acceptance
 @pytest.mark.parametrize("head", ["model", "float32"])
 def test_transformers_passes_the_gate(wide_folder: Path, head: HeadDType) -> None:
     engine = TransformersEngine(wide_folder, dtype="bfloat16", max_context=MAX_CONTEXT, head_dtype=head)
     check_gate(wide_folder, engine, head)
 
 
-@pytest.mark.acceptance
 @pytest.mark.parametrize("head", ["model", "float32"])
 def test_vllm_passes_the_gate(wide_folder: Path, head: HeadDType) -> None:
     from rl_vlm.engines.vllm_engine import VLLMEngine  # imports vLLM, which takes seconds
