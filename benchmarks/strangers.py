@@ -1,22 +1,23 @@
 """Does a model follow environments that it does not know? Twenty small ones, as twenty people would write them.
 
-    python benchmarks/strangers.py [--model PATH_OR_NAME] [--only NAME ...] [--seconds S] [--shuffled] [--quick]
-                                   [--folder DIR] [--out FILE]
+    python benchmarks/strangers.py [--model PATH_OR_NAME] [--only NAME ...] [--starts START ...] [--seconds S]
+                                   [--shuffled] [--quick] [--folder DIR] [--out FILE]
     python benchmarks/strangers.py --oracle [--only NAME ...]
 
 The environments are tests/fixtures/strangers/*.py. Each states its form of answers in words: a tag, JSON, a tool call,
 a sentence ... For each, one after the other and each step a command of its own:
 
-- `rl-vlm sft` on 100 conversations of the right form whose answers belong to other pictures. They teach the form and
-  say nothing of the task.
+- `rl-vlm sft` on up to 100 conversations of the right form whose answers belong to other pictures. They teach the form
+  and say nothing of the task.
 - `rl-vlm eval` on 100 held-out items, before and after that: the share of well-formed greedy answers, their accuracy,
   and the share of well-formed answers among those sampled as in training, of which RL lives.
 - `rl-vlm train` with the quickstart's settings for five minutes (`--seconds`), from the adapter of the fine-tuning and
-  directly. With `--shuffled` it sees the pictures of other items: a control that must not learn.
+  directly (`--starts` chooses one). With `--shuffled` it sees the pictures of other items: a control that must not
+  learn.
 
 Both train the vision tower, too, and RL has the learning rate of docs/own_environments.md.
 
-The table has two rows per environment. Its figures are those of the mean reward in the last five iterations.
+The table has a row per environment and start. Its figures are those of the mean reward in the last five iterations.
 `well_formed`, `accuracy` (greedy) and `sampled_formed` are before RL; `first` is the mean reward of the first
 iteration, `curve` that of ten iterations on the way and of the last. After RL, for greedy answers to held-out items,
 `after` is the accuracy and `share` the part of the oracle's reward; `blind` is the part that is possible without
@@ -52,6 +53,7 @@ STRANGERS = ROOT / "tests" / "fixtures" / "strangers"
 SHUFFLED, SECONDS = (ROOT / "benchmarks" / name for name in ("shuffled_pictures.py", "training_seconds.py"))
 NAMES = sorted(path.stem for path in STRANGERS.glob("*.py"))
 CONVERSATIONS = 100
+STARTS = {"after SFT": "policy", "directly": "against"}  # where training starts: the side of `rl-vlm eval`
 SAMPLES = 4  # of each held-out item
 MOST_ITERATIONS = 1000  # the seconds end a run earlier, unless the machine is very fast
 ORACLE_ITEMS = 400
@@ -73,15 +75,17 @@ def env_id(name: str) -> Path:
 def conversations(name: str, folder: Path, count: int = CONVERSATIONS) -> Path:
     """Write conversations about train items as JSONL with images, and return the file.
 
-    Every answer is the right one of another item, so it has the right form and says nothing about the picture.
+    Every answer is the right one of another item, so it has the right form and says nothing about the picture. An
+    environment with fewer items gives one conversation each.
     """
     shown, other = make(str(env_id(name))), make(str(env_id(name)))
     assert isinstance(shown, EpisodeEnv) and isinstance(other, EpisodeEnv)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / "train.jsonl"
+    size = shown.num_items("train") or 2 * count
     with path.open("w") as file:
-        for index in range(count):
-            messages = list(_conversation(shown, other, index, index + count))
+        for index in range(min(count, size)):
+            messages = list(_conversation(shown, other, index, (index + size // 2) % size))
             images = [image for message in messages for image in message.images]
             names = [f"images/{index:03d}-{number}.png" for number in range(len(images))]
             for image, name_of_image in zip(images, names, strict=True):
@@ -169,9 +173,9 @@ def reward_of_greedy(run: Path) -> float:
 
 
 def measure(
-    model: str, name: str, folder: Path, *, quick: bool, seconds: float, shuffled: bool
+    model: str, name: str, folder: Path, *, starts: Sequence[str], quick: bool, seconds: float, shuffled: bool
 ) -> dict[str, dict[str, Any]]:
-    """Fine-tune, evaluate and train; one row for the run after fine-tuning and one for that without."""
+    """Fine-tune, evaluate and train; one row for each start of training."""
     tuned, items, worth = folder / "sft", 50 if quick else 100, oracle.stated(env_id(name))
     shared = (f"model.path={model}", TOWER, *LIMITS, f"evaluation.num_items={items}")
     own = (f"env.id={env_id(name)}", "env.kwargs={}")
@@ -182,15 +186,16 @@ def measure(
     played = (f"env.id={SHUFFLED}", f"env.kwargs={{env: {env_id(name)}}}") if shuffled else own
     length = (f"algorithm.iterations={MOST_ITERATIONS}", f"logging.callbacks=[{SECONDS}:TrainingSeconds]")
     rows = {}
-    for label, side, more in (("after SFT", "policy", (f"model.adapter={tuned}",)), ("directly", "against", ())):
-        label = f"shuffled, {label}" if shuffled else label
+    for start in starts:
+        label = f"shuffled, {start}" if shuffled else start
+        more = (f"model.adapter={tuned}",) if start == "after SFT" else ()
         run = folder / label.replace(", ", "-").replace(" ", "-").lower()
         settings = (*shared, *played, *more, *length, "evaluation.every=0", RATE)
         command(run, "train", "quickstart", *settings, seconds=seconds)
-        curve, start = rewards(run), start_of(folder / "eval.items.jsonl", side, items)
+        curve, before = rewards(run), start_of(folder / "eval.items.jsonl", STARTS[start], items)
         rows[label] = {
             "values": curve[-5:],
-            **asdict(start),
+            **asdict(before),
             "first": curve[0],
             "iterations": len(curve),
             "after": json.loads((run / "result.json").read_text())["accuracy_after"],
@@ -206,17 +211,14 @@ def learned(row: dict[str, Any]) -> bool:
     return row["median"] > row["first"] + RAISED or row["median"] > SOLVED
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """One sentence about all environments."""
-    after = [row for row in rows if row["label"].endswith("after SFT")]
-    directly = [row for row in rows if row["label"].endswith("directly")]
-    formed = sum(row["well_formed"] >= FORMED for row in after)
-    shares = (statistics.mean(row["share"] for row in rows) for rows in (after, directly))
+def summary(rows: Sequence[dict[str, Any]], start: str) -> str:
+    """One sentence about all environments whose training started in one way."""
+    formed, share = sum(row["well_formed"] >= FORMED for row in rows), statistics.mean(row["share"] for row in rows)
+    raised = sum(map(learned, rows))
     return (
-        f"{formed} of {len(after)} environments are at least {FORMED:.0%} well-formed after SFT. RL raises the mean "
-        f"reward by more than {RAISED}, or above {SOLVED}, in {sum(map(learned, after))} of them after SFT and in "
-        f"{sum(map(learned, directly))} directly. Their mean share of the oracle's reward is then {next(shares):.2f} "
-        f"and {next(shares):.2f}."
+        f"{start[0].upper()}{start[1:]}: {formed} of {len(rows)} environments are at least {FORMED:.0%} well-formed "
+        f"before RL, which raises the mean reward by more than {RAISED}, or above {SOLVED}, in {raised} and "
+        f"ends at a mean share of {share:.2f} of the oracle's reward."
     )
 
 
@@ -241,6 +243,9 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="model.path (default tiny)")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--folder", type=Path, help="where data and run folders go; default: a temporary folder")
+    parser.add_argument(
+        "--starts", nargs="+", choices=STARTS, default=list(STARTS), metavar="START", help=", ".join(STARTS)
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="of each training (default 300)")
     parser.add_argument("--shuffled", action="store_true", help="train with the pictures of other items")
     parser.add_argument("--oracle", action="store_true", help="only check what the environments state of their rewards")
@@ -251,11 +256,15 @@ def main() -> None:
     model = str(Path(args.model).absolute()) if Path(args.model).is_dir() else args.model
     report = Report(f"Environments of strangers: mean reward of {args.model} at the end of training")
     for name in args.only:
-        own = {"quick": args.quick, "seconds": args.seconds, "shuffled": args.shuffled}
-        for label, row in measure(model, name, folder / name, **own).items():
+        measured = measure(
+            model, name, folder / name,
+            starts=args.starts, quick=args.quick, seconds=args.seconds, shuffled=args.shuffled,
+        )  # fmt: skip
+        for label, row in measured.items():
             report.add(f"{name}, {label}", row.pop("values"), unit="", **row)
             print(f"{name}, {label}: {row}", flush=True)
-    report.notes.append(summary(report.rows))
+    for start in args.starts:
+        report.notes.append(summary([row for row in report.rows if row["label"].endswith(start)], start))
     report.finish(args.out)
 
 

@@ -53,7 +53,7 @@ REPORTS: dict[str, tuple[int, tuple[str, ...], Callable[[Report, Rows], list[boo
     "strangers": (
         880, ("--quick", "--only", "doors", "--seconds", "20"),
         lambda report, rows: [
-            set(rows) == {"doors, after SFT", "doors, directly"}, len(report["notes"]) == 1,
+            set(rows) == {"doors, after SFT", "doors, directly"}, len(report["notes"]) == 2,
             rows["doors, after SFT"]["well_formed"] >= 0.95,  # fine-tuning taught the form ...
             rows["doors, after SFT"]["accuracy"] <= 0.5,  # ... and not the task
             *(0 <= row[key] <= 1 for row in report["rows"] for key in ("first", "median", "after", "share", "sampled_formed")),

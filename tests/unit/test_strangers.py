@@ -1,6 +1,7 @@
 """tests/fixtures/strangers: small environments as other people write them, and what benchmarks/strangers.py asks of them."""
 
 import importlib
+import json
 from itertools import permutations, product
 from pathlib import Path
 
@@ -92,8 +93,8 @@ def test_right_answers_are_rewarded_in_full_and_all_answers_occur(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_it_states_what_an_oracle_gets_and_what_constant_answers_get(name: str, oracle) -> None:
-    path = Path(path_of(name))
+def test_it_states_what_an_oracle_gets_and_what_constant_answers_get(name: str, benchmarks) -> None:
+    path, oracle = Path(path_of(name)), benchmarks("oracle")
     said, found = oracle.stated(path), oracle.measured(path, ITEMS)
     assert oracle.holds(said, found, ITEMS), (said, found)
 
@@ -113,8 +114,18 @@ def test_shuffled_pictures_are_those_of_the_next_item(name: str) -> None:
     assert shown(shuffled, 3) == (own[0], following[1]) != own
 
 
-@pytest.fixture(scope="module")
-def oracle():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("oracle")
+@pytest.mark.parametrize(("name", "items", "turns"), [("lamps", 60, 2), ("doors", 100, 1)])
+def test_conversations_teach_the_form_and_not_the_task(name: str, items: int, turns: int, tmp_path, benchmarks) -> None:
+    path = benchmarks("strangers").conversations(name, tmp_path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    said = [[one["content"][0]["text"] for one in row["messages"] if one["role"] == "assistant"] for row in rows]
+    right = [opened(name, index).right() for index in range(items)]
+    assert [len(texts) for texts in said] == [turns] * items and len(list(tmp_path.glob("images/*"))) == turns * items
+    assert sum(texts[0] == own for texts, own in zip(said, right, strict=True)) < 0.7 * items
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch):
+    """Imports a module of the folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
