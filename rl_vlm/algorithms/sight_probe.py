@@ -8,15 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.evaluation.sight_faults import (
-    EXACT,
-    ROUNDED,
-    Fault,
-    distance,
-    engine_is_blind,
-    explain,
-    learner_is_blind,
-)
+from rl_vlm.evaluation.sight_faults import EXACT, ROUNDED, Fault, distance, engine_is_blind, explain, learner_is_blind
 from rl_vlm.learning.sight_check import UnfitImagesError
 from rl_vlm.rollout.tasks import View
 from rl_vlm.statistics import mean_kl

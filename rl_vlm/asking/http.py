@@ -15,12 +15,7 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationErr
 from rl_vlm.config.labels import UNNAMED_MODEL, EndpointSection
 from rl_vlm.envs.address import is_loopback, token_header, url_host
 from rl_vlm.safe_text import excerpt, keep_secret
-from rl_vlm.types import (
-    Message,
-    Part,
-    UserInputError,
-    as_encoded,
-)
+from rl_vlm.types import Message, Part, UserInputError, as_encoded
 
 if TYPE_CHECKING:  # slow to import, and an env runner without a judge needs neither
     import httpx

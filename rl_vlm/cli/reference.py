@@ -35,8 +35,9 @@ def config(
         say(import_module(_PAGES[page]).page())
         return
     kinds = (reference.KINDS[of],) if of else reference.KINDS.values()
-    start = key and f"{key}."
-    found = ([one for one in reference.reference(kind) if f"{one.name}.".startswith(start)] for kind in kinds)
+    found = (
+        [one for one in reference.reference(kind) if f"{one.name}.".startswith(key and f"{key}.")] for kind in kinds
+    )
     if not (chosen := next(filter(None, found), [])):
         raise UserInputError(unknown_key(key, reference.KINDS[of or "policy"]))
     for one in chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -30,7 +30,7 @@ def explain(error: ValidationError, root: type[Section]) -> str:
     if root is SFTConfig and len(foreign := [key for key in unknown if _of_any_kind(key)]) > 1:
         return (
             f"This is a configuration of `rl-vlm train`, because it has {', '.join(foreign)}: give it to that command, "
-            "or begin with one of `rl-vlm sft`, such as sft_tiny."
+            "or begin `rl-vlm sft` with one such as sft_tiny."
         )
     sentences = (sentence for one in error.errors() for sentence in _sentences(one, root))
     return "\n".join(dict.fromkeys(sentences))
@@ -70,8 +70,11 @@ def unknown_key(key: str, root: type[Section]) -> str:
         advice = f"{meant[0].lower()}{meant[1:]}" if meant else remove
         return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     known = f"Known keys here: {', '.join(section.model_fields)}."
-    if "kwargs" in section.model_fields:
-        known = f"An argument of the environment or function is {parent}kwargs.{last}. {known}"
+    for name, field in section.model_fields.items():
+        listed = next(iter(get_args(field.annotation)), None)  # such as a reward function, with arguments of its own
+        if name == "kwargs" or "kwargs" in getattr(listed, "model_fields", ()):
+            place = f"{parent}kwargs.{last}" if name == "kwargs" else f"one of the kwargs in {parent}{name}"
+            return f"Unknown config key {key}. {meant or f'If it is an argument, it is {place}. {known}'}"
     return f"Unknown config key {key}. {meant or known}"
 
 
@@ -87,8 +90,10 @@ def _meant(parent: str, beside: Sequence[str], key: str, everywhere: Sequence[st
     typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
     if foreign and (not typo or counterpart(name, everywhere)):
         return foreign
-    meant = typo or _nearest(name, beside if parent else siblings, 0.78) or _nearest(name, everywhere, 1.0)
-    return f"Did you mean {meant}?" if meant else ""
+    if meant := typo or _nearest(name, beside if parent else siblings, 0.78):
+        return f"Did you mean {meant}?"
+    meant = _nearest(name, everywhere, 1.0)
+    return f"Did you mean {meant}? `rl-vlm config {meant}` explains it." if meant else ""
 
 
 def _nearest(name: str, keys: Iterable[str], cutoff: float) -> str | None:

@@ -103,9 +103,8 @@ def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
 
 
 def check_trained(folder: Path, model: str, lora: LoraSection | None = None) -> None:
-    """Raise UserInputError where a folder's weights have other names or shapes than the model has for them. An adapter
-    may leave layers of the model out, except with `lora`: then it has all layers that training adapts. Headers alone
-    are read."""
+    """Raise UserInputError where a folder's weights have other names or shapes than the model has for them. With `lora`
+    an adapter must have all layers that training adapts, not some. Headers alone are read."""
     from rl_vlm.models.lora import linear_shapes, lora_shapes, trained_tensors  # imports torch
     from rl_vlm.models.modules import empty_model
 
