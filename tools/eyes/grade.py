@@ -60,7 +60,7 @@ def main() -> None:
         print(f"{name:14} {total[-1]:.2f}  (chance {chance:.2f})")
     print(f"step {saved['step']}: mean {sum(total) / len(total):.3f}")
     rng, drawn = Random("held out"), defaultdict(list)
-    for name, draw_chat in (("scenes", scene_dialogue), ("looking", look_dialogue)):
+    for name, draw_chat in (("questions", scene_dialogue), ("looking", look_dialogue)):
         drawn[name] = [draw_chat(rng) for _ in range(3 * args.of)]
     lessons = Lessons(123456789)
     for module, own in zip(OWN, lessons.own, strict=True):

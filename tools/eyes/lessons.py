@@ -29,7 +29,6 @@ from rl_vlm.zoo.zoom import lesson as zoom
 
 OWN = {counting: 3, own_scenes: 3, caption: 3, gridwalk: 2, control: 2, zoom: 2, geo3k: 2, geospot: 1, poles: 3}
 OWN_CORPUS = tuple(text for module in OWN for text in module.CORPUS)
-OWN_SHARE = 0.19  # of the conversations
 ANGLE_SHARE = 0.3  # of the poles: one alone, whose angle is asked
 LISTS = forms._LISTS
 
@@ -150,18 +149,18 @@ class Lessons:
         drawers = {module: module.drawer(self._rng.getrandbits(30)) for module in OWN}
         drawers[poles] = lambda: [poles.draw_lesson(self._numbers, ANGLE_SHARE)]
         self.own = list(drawers.values())
-        own = zip(self.own, [weight * OWN_SHARE / sum(OWN.values()) for weight in OWN.values()], strict=True)
         rng = self._rng
-        shares = [
-            (lambda: scene_dialogue(rng), 0.26),
-            (lambda: true_dialogue(rng), 0.33),
-            (lambda: letter_dialogue(rng), 0.04),
-            (lambda: look_dialogue(rng), 0.04),
-            (lambda: form_dialogue(rng, self._numbers), 0.09),
-            (lambda: forms.repeat_dialogue(rng, self._numbers), 0.05),
-            *own,
+        shares = [  # at first, and later
+            (lambda: scene_dialogue(rng), 0.55, 0.26),
+            (lambda: true_dialogue(rng), 0.25, 0.33),
+            (lambda: letter_dialogue(rng), 0.00, 0.04),
+            (lambda: look_dialogue(rng), 0.01, 0.04),
+            (lambda: form_dialogue(rng, self._numbers), 0.05, 0.09),
+            (lambda: forms.repeat_dialogue(rng, self._numbers), 0.04, 0.05),
+            (lambda: rng.choices(self.own, list(OWN.values()))[0](), 0.10, 0.19),
         ]
-        self._draws, self._weights = zip(*shares, strict=True)
+        self._draws, self._first, self._later = zip(*shares, strict=True)
 
-    def draw(self) -> list[Exchange]:
-        return list(self._rng.choices(self._draws, self._weights)[0]())
+    def draw(self, is_early: bool = False) -> list[Exchange]:
+        """Early ones have many questions about each picture, so that seeing is learned first and soon."""
+        return list(self._rng.choices(self._draws, self._first if is_early else self._later)[0]())

@@ -30,6 +30,7 @@ from rl_vlm.models.families.qwen_fast import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
 
 RATE, RISE, FALL = 2e-3, 300, 0.2  # the highest learning rate, steps until it, and the share of steps in which it falls
+EARLY = 0.15  # of the steps have early lessons
 LENGTHS = (40, 64, 96, 144, 220)  # tokens: rows of similar length share a forward pass, so that little is padding
 LOG_EVERY = 50
 
@@ -102,7 +103,8 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
     lessons = Lessons(state.step * args.workers + rank)  # others after each interruption
 
     def draw() -> list[Example]:
-        return [encoder.encode_chat(lessons.draw()) for _ in range(args.batch // args.workers)]
+        is_early = state.step < EARLY * args.steps
+        return [encoder.encode_chat(lessons.draw(is_early)) for _ in range(args.batch // args.workers)]
 
     first, mean, started, saved_at = state.step, float("nan"), time.monotonic(), time.monotonic()
     with fast_vision(model), ThreadPoolExecutor(1) as pool:  # a batch is drawn while the model computes the one before
