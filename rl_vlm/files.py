@@ -124,9 +124,20 @@ def resolved(path: str | Path) -> Path:
 
 
 def did_you_mean(path: Path, pattern: str = "*") -> str:
-    """A sentence with what there is in place of a path that is not there; "" where nothing is called alike."""
-    near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob(pattern)], n=1)
-    return f" Did you mean {path.parent / near[0]}?" if near else ""
+    """A sentence about what there is in place of a path that is not there, with a blank before it: a name like it, or
+    what the deepest folder of the path holds that is there."""
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    lacking = path.absolute().relative_to(there).parts[0]
+    if there == path.absolute().parent:
+        there = path.parent
+    else:
+        pattern = "*/"
+    names = sorted(one.name for one in there.glob(pattern) if not one.name.startswith("."))
+    stems = {Path(name).stem: name for name in reversed(names)}
+    if near := difflib.get_close_matches(Path(lacking).stem, stems, n=1):
+        return f" Did you mean {there / stems[near[0]]}?"
+    listed = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+    return f" In {there.absolute()} {f'are: {listed}' if names else 'is none'}."
 
 
 def append_whole(path: str | Path, data: bytes) -> None:

@@ -18,7 +18,7 @@ def check_options(command: Any, given: Sequence[str]) -> None:
     while (commands := getattr(command, "commands", None)) is not None:
         command = commands.get(next(names, ""))
     known = {option for one in getattr(command, "params", ()) for option in (*one.opts, *one.secondary_opts)}
-    if any(word.startswith("--") and word.partition("=")[0] not in known for word in names if command):
+    if any(word.startswith(("--", "-c")) and word.partition("=")[0] not in known for word in names if command):
         _translate(given, known)
 
 
@@ -35,7 +35,7 @@ def _translate(given: Sequence[str], known: set[str]) -> None:
     while left:
         option, equals, value = left.pop(0).partition("=")
         dashed = option.replace("_", "-")
-        is_config = option.startswith("--config") and known & {"config", "model"} and dashed not in known
+        is_config = option.startswith(("-c", "--config")) and known & {"config", "model"} and dashed not in known
         meant = counterpart(option[2:], ours) if option.startswith("--") and dashed not in known else ""
         if not meant and not is_config:
             words.append((dashed if dashed in known else option) + equals + value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,16 +97,22 @@ def _print_findings(name: str, inspect: Callable[[], Mapping[str, Any]], obstacl
 
     for sentence in obstacles:
         say(f"not here: {sentence}")
+    heard = BufferingHandler(1000)
+    logging.getLogger("rl_vlm").addHandler(heard)
     try:
         for key, value in inspect().items():
             say(f"{key}: {value}")
     except UserInputError as error:
         if str(error) not in obstacles:  # such as a model that is not here
             raise
+    finally:
+        logging.getLogger("rl_vlm").removeHandler(heard)
     if obstacles:
         say(f"{name}: the run would not start here.")
         raise typer.Exit(2)
-    say(f"{name}: nothing is wrong with the configuration, the model and the data.")
+    warned = [record for record in heard.buffer if record.levelno >= logging.WARNING]
+    but = f" but what {'the warning' if len(warned) == 1 else 'the warnings'} above say{'s' * (len(warned) == 1)}"
+    say(f"{name}: nothing is wrong with the configuration, the model and the data{but if warned else ''}.")
 
 
 def _run_folder(name: str, run_dir: str | None, config: Path, resume: bool, overwrite: bool) -> str:

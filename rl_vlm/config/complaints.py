@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ _KINDS: dict[type[Section], str] = {
     PreferenceConfig: "with algorithm.name preference_sac",
     SFTConfig: "in `rl-vlm sft`",
 }
+_GUESS = '")?'  # ends a sentence about a key that has the name alone in common
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
@@ -42,8 +43,9 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         # The keys of a section that is another system's.
-        inner = [] if len(location) > 1 or _of_any_kind(key) else [name for name, _ in leaves(error["input"], key)]
-        seek = counterpart if _nearest(key, root.model_fields, 0.78) else partial(_meant, "", ())
+        inner = [] if _of_any_kind(key) else [name for name, _ in leaves(error["input"], key)]
+        is_ours = len(location) > 1 or _nearest(key, root.model_fields, 0.78)
+        seek = counterpart if is_ours else partial(_meant, "", ())
         for name in [name for name in inner if seek(name, [*keys_of(root)])] or [key]:
             yield unknown_key(name, root)
     elif error["type"] == "value_error":
@@ -74,7 +76,9 @@ def unknown_key(key: str, root: type[Section]) -> str:
         listed = next(iter(get_args(field.annotation)), None)  # such as a reward function, with arguments of its own
         if name == "kwargs" or "kwargs" in getattr(listed, "model_fields", ()):
             place = f"{parent}kwargs.{last}" if name == "kwargs" else f"one of the kwargs in {parent}{name}"
-            return f"Unknown config key {key}. {meant or f'If it is an argument, it is {place}. {known}'}"
+            argument = f"If it is an argument, it is {place}."
+            if not meant or meant.endswith(_GUESS):
+                return f"Unknown config key {key}. {meant or known} {argument}"
     return f"Unknown config key {key}. {meant or known}"
 
 
@@ -90,10 +94,20 @@ def _meant(parent: str, beside: Sequence[str], key: str, everywhere: Sequence[st
     typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
     if foreign and (not typo or counterpart(name, everywhere)):
         return foreign
-    if meant := typo or _nearest(name, beside if parent else siblings, 0.78):
+    deeper = _nearest(name, beside if parent else [], 0.78)
+    same = [one for one in (deeper,) if one and one.rpartition(".")[2] == name]
+    if meant := typo or (not same and _nearest(name, siblings, 0.78)):
         return f"Did you mean {meant}?"
-    meant = _nearest(name, everywhere, 1.0)
-    return f"Did you mean {meant}? `rl-vlm config {meant}` explains it." if meant else ""
+    if meant := deeper or _nearest(name, everywhere, 1.0):
+        return f'Did you mean {meant} ("{_meanings()[meant].partition(". ")[0].removesuffix(".")}{_GUESS}'
+    return ""
+
+
+@cache
+def _meanings() -> dict[str, str]:
+    from rl_vlm.config.reference import reference  # which reads files of configuration, too
+
+    return {key.name: key.meaning for kind in _KINDS for key in reference(kind)}
 
 
 def _nearest(name: str, keys: Iterable[str], cutoff: float) -> str | None:

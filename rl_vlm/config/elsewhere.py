@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import re
 from collections.abc import Collection
 from functools import cache
@@ -40,6 +41,9 @@ def counterpart(key: str, known: Collection[str]) -> str:
         return ""
     name = f"{row['system']} calls it {row['name']}" if row["name"] != key else f"It is a key of {row['system']}"
     same = keys and all(one.rpartition(".")[2] == parts[-1] for one in keys)
+    sections = [part for name in (row["name"], *keys) for part in name.split(".")[:-1]]
+    if same and len(parts) > 1 and not difflib.get_close_matches(parts[-2], sections):
+        return ""  # a word such as `path` is all that they have in common
     if row["advice"] and not same and keys[:1] == row["keys"].split()[:1]:
         return f"{name}; here: {row['advice'].removeprefix('none: ')}."
     return f"Did you mean {' or '.join(keys)}?" + ("" if same else f" {name}.")

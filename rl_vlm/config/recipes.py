@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_vlm.files import did_you_mean
 from rl_vlm.registry import builtin_models
 from rl_vlm.types import UserInputError
 
@@ -64,10 +65,12 @@ def find_config(path: str | Path) -> Path:
         return path
     name, names = path.as_posix(), recipe_names()
     if name not in names:
-        hint = _hint(name, names)
+        hint = f"{_hint(name, names)}."
         if name in builtin_models() or (name.count("/") == 1 and name.lower() != name):  # as hub names are written
-            hint = f": a model is named by model.path, as in `rl-vlm train quickstart model.path={name}`"
-        raise UserInputError(f"There is no file, run folder or recipe {name}{hint}.")
+            hint = f": a model is named behind a recipe, as in `quickstart model.path={name}`."
+        elif name.startswith("runs/") or (len(path.parts) > 1 and path.parent.is_dir()):
+            hint = f".{did_you_mean(path, '*/')}"
+        raise UserInputError(f"There is no file, run folder or recipe {name}{hint}")
     return recipe_file(name)
 
 

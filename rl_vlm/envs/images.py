@@ -233,8 +233,11 @@ def _from_path(path: str, folder: Path | None) -> bytes:
             raise BadImageError(f"{shown}, which leaves the folder {root}")
         target = file.resolve()
         if not file.is_file():
-            text = "" if Path(path).suffix or "/" in path else " (it looks like a text: name the column of the images)"
-            raise BadImageError(f"{shown}, and there is no such file in {root}{text}")
+            is_text = not Path(path).suffix and "/" not in path
+            advice = (
+                "it looks like a text: name the column of the images" if is_text else "add it, or leave the row out"
+            )
+            raise BadImageError(f"{shown}, and there is no such file in {root} ({advice})")
         if not any(target.is_relative_to(place) for place in (real, file.parent.resolve())):
             raise BadImageError(f"{shown}, a link that leaves the folder {root}: copy the file, or link its folder")
         if file.stat().st_size > MAX_BYTES:

@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from rl_vlm.envs.foreign.stand_ins import with_stand_ins
-from rl_vlm.files import resolved
+from rl_vlm.files import did_you_mean, resolved
+from rl_vlm.registry import suggestion
 from rl_vlm.types import UserInputError
 
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -53,7 +54,10 @@ def load_object(spec: str) -> Any:
         return module
     if not hasattr(module, attribute):
         own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
-        raise UserInputError(f"{target} has no {attribute!r}; it has {', '.join(own[:10]) or 'nothing of its own'}.")
+        raise UserInputError(
+            f"{target} has no {attribute!r}; it has {', '.join(own[:10]) or 'nothing of its own'}."
+            f"{suggestion(attribute, own)}"
+        )
     return getattr(module, attribute)
 
 
@@ -76,7 +80,7 @@ def _load(target: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UserInputError(f"There is no file {path}.")
+        raise UserInputError(f"There is no file {path}.{did_you_mean(path, '*.py')}")
     digest = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
     with _LOCK:
         name = f"{_package_of(path.parent)}.{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"

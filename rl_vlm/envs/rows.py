@@ -277,23 +277,30 @@ def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Seq
     return Rows([Block(name, 0, len(stored), lambda: stored[:])])
 
 
+class MissingColumnError(UserInputError):
+    """A table lacks a column that is needed; the message names the columns that it has.
+
+    Do: name the right column, or add it.
+    """
+
+
 def chosen_columns(
     found: Sequence[str], where: object, columns: Sequence[str] | None, optional: Sequence[str] = ()
 ) -> list[str]:
     """The columns, and the optional ones that are there; None: all.
 
-    Raises UserInputError if a column is missing, or there twice: which one counts would be chance.
+    Raises MissingColumnError, or UserInputError for one that is there twice: which one counts would be chance.
     """
     columns = found if columns is None else columns
     missing = [column for column in columns if column not in found]
     if missing:
-        raise UserInputError(
+        raise MissingColumnError(
             f"{where} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(found)}. "
             f"Needed: {', '.join(columns)}."
         )
     chosen = [*columns, *(column for column in optional if column in found)]
     if optional and not chosen:
-        raise UserInputError(f"{where} lacks the column {optional[0]}; it has {', '.join(found)}.")
+        raise MissingColumnError(f"{where} lacks the column {optional[0]}; it has {', '.join(found)}.")
     for column in chosen:
         if found.count(column) > 1:
             raise UserInputError(f"{where} has the column {column} more than once: keep one of them.")

@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateError
 from safetensors import SafetensorError, safe_open
 
 from rl_vlm.chat import ChatCodec
+from rl_vlm.files import did_you_mean
 from rl_vlm.imports import replaced
 from rl_vlm.models.families import FAMILIES, family_of
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits, TextSide
@@ -48,8 +49,7 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         if not path_like:
             return Path(snapshot_download(name, local_files_only=True))
     if path_like or folder.parent.is_dir():
-        beside = ", ".join(sorted(one.name for one in folder.parent.glob("*/"))[:10])
-        raise UserInputError(f"There is no folder {folder}; in {folder.parent.absolute()} are: {beside or 'none'}.")
+        raise UserInputError(f"There is no folder {folder}.{did_you_mean(folder, '*/')}")
     raise UserInputError(f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online.")
 
 

@@ -19,9 +19,10 @@ from rl_vlm.config.loading import read_yaml
 from rl_vlm.config.recipes import find_config
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs.loading import load_object
+from rl_vlm.files import did_you_mean
 from rl_vlm.monitoring.callbacks import Callback
 from rl_vlm.runs import train as training
-from rl_vlm.runs.remote_folder import RunDir
+from rl_vlm.runs.remote_folder import RunDir, is_remote
 from rl_vlm.types import UserInputError
 
 DATA_ENV = "QA-v0"
@@ -135,6 +136,8 @@ def _stamp(file: Mapping[str, Any]) -> str:
 def load_run(folder: RunDir) -> Run:
     """The results of a run that has ended or goes on. Raises UserInputError if the folder is none of a run."""
     run = Run(folder)
+    if not is_remote(folder) and not Path(folder).exists():
+        raise UserInputError(f"There is no folder {folder}.{did_you_mean(Path(folder), '*/')}")
     if not run.read("config.yaml"):
         raise UserInputError(f"{folder} is not the folder of a run: it holds no config.yaml, or an empty one.")
     return run

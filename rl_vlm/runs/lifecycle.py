@@ -25,6 +25,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 # What a resumed run may not change, each with a point at its end.
 _FIXED = (
     "env.id.", "env.kwargs.", "env.data.", "env.mixture.", "env.reward.", "model.path.", "model.train.",
+    "model.lora.rank.", "model.lora.target_modules.",
     "algorithm.name.", "preference.reward.", "sft.data.",
 )  # fmt: skip
 

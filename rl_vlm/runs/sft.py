@@ -74,7 +74,7 @@ class SFTRun(BaseRun):
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
         self.job, self.data = job, data
         self.saved: Checkpoint | None = None
-        self.skipped = 0
+        self.skipped = self.done = 0
         super().__init__(job, folder, resume, total_steps(job, data))
         self.done = self.start
 

@@ -40,15 +40,18 @@ class SFTConversation:
     excluded: frozenset[int] = frozenset()
 
 
+FORM = (
+    "`rl-vlm sft-example FOLDER` writes the form; a table of questions and answers is for `rl-vlm train qa_tiny "
+    "env.data=FILE`."
+)
+
+
 def read_conversation(row: Row) -> SFTConversation:
     """The conversation of a row, as docs/fine_tuning.md describes it. Raises BadRowError."""
     cells = {name: cell for name, cell in row.cells.items() if cell is not None}
     messages = cells.get("messages", cells.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise BadRowError(
-            "`messages` is missing, empty or not a list: `rl-vlm sft-example FOLDER` writes the form; a table of "
-            "questions and answers is for `rl-vlm train qa_tiny env.data=FILE`."
-        )
+        raise BadRowError(f"`messages` is missing, empty or not a list: {FORM}")
     if cells.get("tools") not in _NO_TOOLS:
         raise BadRowError("it has tools: describe them in the system message, as the model is to see them.")
     if _trained({name: cells[name] for name in _TRAINED if name in cells}, "the row") is False:

@@ -6,10 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_vlm.envs.data import DataTable, open_table
-from rl_vlm.envs.rows import Rows
+from rl_vlm.envs.rows import MissingColumnError, Rows
 from rl_vlm.envs.sources import local_files, split_slice
 from rl_vlm.registry import provided
-from rl_vlm.supervised.conversations import CONVERSATIONS, SFTConversation
+from rl_vlm.supervised.conversations import CONVERSATIONS, FORM, SFTConversation
 from rl_vlm.types import Split, UserInputError
 
 BUILTIN_GROUP = "rl_vlm.conversations"  # entry points: a class of `Rows` that takes the split
@@ -20,7 +20,10 @@ def open_conversations(source: str, split: Split) -> DataTable[SFTConversation]:
     name = split_slice(source)[0]
     if not Path(name).expanduser().exists() and name in provided(BUILTIN_GROUP):
         return DataTable(CONVERSATIONS, builtin_rows(name, split), source, split)
-    return open_table(CONVERSATIONS, source, split)
+    try:
+        return open_table(CONVERSATIONS, source, split)
+    except MissingColumnError as error:
+        raise UserInputError(f"{error} {FORM}") from error
 
 
 def has_split(source: str, split: Split) -> bool:

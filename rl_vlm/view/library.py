@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.files import did_you_mean
 from rl_vlm.runs.api import Run, load_run
 from rl_vlm.runs.remote_folder import RunDir, is_remote
 from rl_vlm.types import UserInputError
@@ -36,7 +37,10 @@ class Library:
             if is_remote(place):
                 load_run(place)
             elif not Path(place).is_dir():
-                raise UserInputError(f"{place} is no folder: give run folders, or a folder that holds some.")
+                raise UserInputError(
+                    f"There is no folder {place} yet: give run folders, or a folder that holds some."
+                    f"{did_you_mean(Path(place), '*/')}"
+                )
         self._places, self._live = places, live
         self._readers: dict[str, RunReader] = {}
 

@@ -44,8 +44,8 @@ def complaint(data: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("data", "key", "nearest"), TABLES["an_unknown_key_names_the_nearest_known_one"])
 def test_an_unknown_key_names_the_nearest_known_one(data: dict[str, Any], key: str, nearest: str) -> None:
-    elsewhere = f" `rl-vlm config {nearest}` explains it."  # where the key is one of another section
-    assert complaint(data).removesuffix(elsewhere) == f"Unknown config key {key}. Did you mean {nearest}?"
+    said = re.sub(r' \("[^"]*"\)', "", complaint(data))  # what a key deeper or in another section means
+    assert said.startswith(f"Unknown config key {key}. Did you mean {nearest}?")
 
 
 @pytest.mark.parametrize(("key", "ours"), TABLES["a_key_of_another_system_leads_to_ours"])
@@ -72,7 +72,7 @@ def test_a_file_that_is_no_configuration_is_named(name: str, words: str, tmp_pat
         ("qa_tiny", [], "a configuration of `rl-vlm train`"),
         ("sft_tiny", ["algorithm.iterations=3"], "algorithm has no effect in `rl-vlm sft`"),
         ("sft_tiny", ["sft.max_steps=3"], "Did you mean sft.steps?"),
-        ("sft_tiny", ["trainer.epochs=3"], "Did you mean sft.epochs?"),
+        ("sft_tiny", ["trainer.epochs=3"], 'Did you mean sft.epochs ("Passes over'),
     ],
 )
 def test_what_fine_tuning_does_not_take_is_named(recipe: str, words: list[str], hint: str) -> None:

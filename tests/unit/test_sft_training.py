@@ -267,7 +267,8 @@ def test_a_resumed_run_ends_with_the_bytes_of_an_uninterrupted_one(finished: Pat
     shutil.copytree(finished, folder)
     shutil.rmtree(folder / "checkpoints" / "iteration-000008")
     shutil.rmtree(folder / "adapter")
-    assert rl_vlm(["sft", str(folder), "--resume", "--run-dir", str(folder)]) == 0
+    changed = "logging.checkpoint_every=8"  # it says so, and computes the same
+    assert rl_vlm(["sft", str(folder), changed, "--resume", "--run-dir", str(folder)]) == 0
     for name in ("adapter/adapter_model.safetensors", "checkpoints/iteration-000008/optimizer.safetensors"):
         assert (folder / name).read_bytes() == (finished / name).read_bytes()
     assert (folder / "checkpoints/iteration-000004/adapter/adapter_model.safetensors").read_bytes() != (
@@ -279,6 +280,25 @@ def test_a_resumed_run_ends_with_the_bytes_of_an_uninterrupted_one(finished: Pat
         return [line.split(",")[header.split(",").index("sft/loss")] for line in lines]
 
     assert losses(folder) == losses(finished) and len(losses(folder)) == 8
+    assert rl_vlm(["sft", str(folder), "sft.steps=9", "--resume", "--run-dir", str(folder)]) == 0
+    assert len(losses(folder)) == 9
+
+
+@pytest.mark.slow
+def test_a_resume_where_nothing_is_begins_anew(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"model.path={tiny_folder}",
+        "sft.steps=1",
+        "sft.eval_every=0",
+        "--resume",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    assert rl_vlm(["sft", str(CONFIG), *words]) == 0
+    said = capsys.readouterr()
+    assert "begins anew" in said.out + said.err
 
 
 @pytest.mark.slow
