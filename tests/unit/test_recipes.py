@@ -61,10 +61,10 @@ def test_a_name_means_the_recipe_where_no_such_file_or_folder_is(empty_folder: P
     [
         ("quikstart", "did you mean quickstart?"),
         ("drawer_opn", "did you mean rl_vlm_f/drawer_open"),
-        ("runs/none", "none: `rl-vlm recipes` lists the recipes."),
-        ("tiny", "as in `rl-vlm train quickstart model.path=tiny`"),
-        ("Qwen/Qwen3-VL-2B", "as in `rl-vlm train quickstart model.path=Qwen/Qwen3-VL-2B`"),
-        ("../../pyproject", "pyproject: `rl-vlm recipes` lists the recipes."),
+        ("runs/none", "is none."),
+        ("tiny", "as in `quickstart model.path=tiny`"),
+        ("Qwen/Qwen3-VL-2B", "as in `quickstart model.path=Qwen/Qwen3-VL-2B`"),
+        ("../../pyproject", "/.. are: "),
     ],
 )
 def test_an_unknown_name_gets_one_sentence(name: str, hint: str, empty_folder: Path) -> None:
