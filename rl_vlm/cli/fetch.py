@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, HfFileSystem, snapshot_download
 
 from rl_vlm.files import cache_folder
 from rl_vlm.models.hub import FetchError, fetch_model, hub_errors
-from rl_vlm.models.loading import builtin_models
+from rl_vlm.registry import builtin_models
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 

@@ -22,7 +22,6 @@ _KINDS: dict[type[Section], str] = {
     PreferenceConfig: "with algorithm.name preference_sac",
     SFTConfig: "in `rl-vlm sft`",
 }
-_GUESS = '")?'  # ends a sentence about a key that has the name alone in common
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
@@ -45,7 +44,7 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
         # The keys of a section that is another system's.
         inner = [] if _of_any_kind(key) else [name for name, _ in leaves(error["input"], key)]
         is_ours = len(location) > 1 or _nearest(key, root.model_fields, 0.78)
-        seek = counterpart if is_ours else partial(_meant, "", ())
+        seek = counterpart if is_ours else partial(_meant, "", (), "")
         for name in [name for name in inner if seek(name, [*keys_of(root)])] or [key]:
             yield unknown_key(name, root)
     elif error["type"] == "value_error":
@@ -66,40 +65,44 @@ def unknown_key(key: str, root: type[Section]) -> str:
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
     beside = [] if outer and outer[0] not in root.model_fields else [*keys_of(section, parent)]
-    meant = _meant(parent, beside, key, [*keys_of(root)])
+    meant = _meant(parent, beside, argument := _as_argument(section, parent, last), key, [*keys_of(root)])
     if root in _KINDS and _of_any_kind(key):
         remove = "remove it, or give the configuration to `rl-vlm sft`." if key == "sft" else "remove it."
         advice = f"{meant[0].lower()}{meant[1:]}" if meant else remove
         return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     known = f"Known keys here: {', '.join(section.model_fields)}."
-    for name, field in section.model_fields.items():
-        listed = next(iter(get_args(field.annotation)), None)  # such as a reward function, with arguments of its own
-        if name == "kwargs" or "kwargs" in getattr(listed, "model_fields", ()):
-            place = f"{parent}kwargs.{last}" if name == "kwargs" else f"one of the kwargs in {parent}{name}"
-            argument = f"If it is an argument, it is {place}."
-            if not meant or meant.endswith(_GUESS):
-                return f"Unknown config key {key}. {meant or known} {argument}"
-    return f"Unknown config key {key}. {meant or known}"
+    return f"Unknown config key {key}. {meant or known + argument}"
+
+
+def _as_argument(section: type[Section], parent: str, name: str) -> str:
+    """Where the name belongs if it is an argument of an environment or a function that the section names, as a sentence
+    with a blank before it; "" where the section has none."""
+    for key, field in section.model_fields.items():
+        listed = next(iter(get_args(field.annotation)), None)  # such as a reward function
+        if key == "kwargs":
+            return f" If it is an argument, it is {parent}kwargs.{name}."
+        if "kwargs" in getattr(listed, "model_fields", ()):
+            return f" If it is an argument, it is one of the kwargs in {parent}{key}."
+    return ""
 
 
 def _of_any_kind(key: str) -> bool:
     return any(key in keys_of(kind) for kind in _KINDS)
 
 
-def _meant(parent: str, beside: Sequence[str], key: str, everywhere: Sequence[str]) -> str:
-    """What to write in place of an unknown key, in a sentence; "" if there is no telling. The spelling leads to keys
-    of the same section only."""
+def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhere: Sequence[str]) -> str:
+    """What to write in place of an unknown key, in a sentence or two; "" if there is no telling. A key that is no
+    neighbour has the name alone in common: its meaning is quoted, and `argument` added."""
     name = key.removeprefix(parent).rpartition(".")[2].lower().replace("-", "_")
     siblings = [one for one in beside if "." not in one.removeprefix(parent)]
     typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
     if foreign and (not typo or counterpart(name, everywhere)):
         return foreign
-    deeper = _nearest(name, beside if parent else [], 0.78)
-    same = [one for one in (deeper,) if one and one.rpartition(".")[2] == name]
-    if meant := typo or (not same and _nearest(name, siblings, 0.78)):
-        return f"Did you mean {meant}?"
-    if meant := deeper or _nearest(name, everywhere, 1.0):
-        return f'Did you mean {meant} ("{_meanings()[meant].partition(". ")[0].removesuffix(".")}{_GUESS}'
+    like = typo or _nearest(name, beside if parent else siblings, 0.78)
+    if like in siblings:
+        return f"Did you mean {like}?"
+    if like := like or _nearest(name, everywhere, 1.0):
+        return f'Did you mean {like} ("{_meanings()[like].partition(". ")[0].removesuffix(".")}")?{argument}'
     return ""
 
 

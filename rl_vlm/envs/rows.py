@@ -268,8 +268,9 @@ def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Seq
     try:
         dataset = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        hint = "" if "/" in name else did_you_mean(Path(name))
         raise UserInputError(
-            f"There is no file or folder {name!r} here.{did_you_mean(Path(name))} Nor does it open as a data set "
+            f"There is no file or folder {name!r} here.{hint} Nor does it open as a data set "
             f"of the hub, split {split!r} ({one_line(error)}): fetch it once with `rl-vlm fetch` while online."
         ) from error
     # Arrow keeps images as they are stored, in files that are mapped into memory; the default format decodes them.

@@ -19,8 +19,7 @@ from rl_vlm.imports import replaced
 from rl_vlm.models.families import FAMILIES, family_of
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits, TextSide
 from rl_vlm.models.modules import DType, Quantization, from_folder, text_model
-from rl_vlm.registry import builtin_models as builtin_models
-from rl_vlm.registry import suggestion
+from rl_vlm.registry import builtin_models, suggestion
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

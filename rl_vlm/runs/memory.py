@@ -11,11 +11,12 @@ from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
 from rl_vlm.engines.vllm_limits import check_kernels
 from rl_vlm.machine import multiplies_bfloat16
 from rl_vlm.models.hub import fetch_config
-from rl_vlm.models.loading import builtin_models, resolve_model
+from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.memory.parts import published_bytes
 from rl_vlm.models.memory.reading import read_shape, shape_of_config
 from rl_vlm.models.memory.shape import ELEMENT, GIB, ModelShape, amount, gib, text
 from rl_vlm.models.modules import DType
+from rl_vlm.registry import builtin_models
 from rl_vlm.runs.memory_plan import Card, MemoryPlan, plan_memory
 from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError

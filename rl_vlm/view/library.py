@@ -38,7 +38,7 @@ class Library:
                 load_run(place)
             elif not Path(place).is_dir():
                 raise UserInputError(
-                    f"There is no folder {place} yet: give run folders, or a folder that holds some."
+                    f"There is no folder {place}: give run folders, or a folder that holds some."
                     f"{did_you_mean(Path(place), '*/')}"
                 )
         self._places, self._live = places, live

@@ -30,7 +30,7 @@ from rl_vlm.zoo.zoom import lesson as zoom
 OWN = {counting: 3, own_scenes: 3, caption: 3, gridwalk: 2, control: 2, zoom: 2, geo3k: 2, geospot: 1, poles: 3}
 OWN_CORPUS = tuple(text for module in OWN for text in module.CORPUS)
 ANGLE_SHARE = 0.3  # of the poles: one alone, whose angle is asked
-LISTS = forms._LISTS
+LISTS = forms.LISTS
 
 
 def pixels_of(picture: Image.Image) -> np.ndarray:
@@ -44,9 +44,9 @@ def as_exchange(rng: Random, asked: Asked, form: forms.Form, key: str, before: s
     rng.shuffle(listed)
     kind = rng.random()
     if kind < 0.30:
-        text = f"{asked.question} {forms._asked(rng, listed, form, key)}"
+        text = f"{asked.question} {forms.asked_in(rng, listed, form, key)}"
     elif kind < 0.35:
-        text = f"{forms._asked(rng, listed, form, key)} {asked.question}"
+        text = f"{forms.asked_in(rng, listed, form, key)} {asked.question}"
     elif kind < 0.6:
         text = f"{asked.question} {form_alone(rng, form, key)}"
     else:
@@ -71,7 +71,7 @@ def scene_dialogue(rng: Random) -> list[Exchange]:
     asked = questions(rng, things)[: rng.choice([2, 3, 4, 5, 6])]
     if rng.random() < 0.35:
         asked.insert(rng.randrange(len(asked) + 1), described(rng, things))
-    form, key = forms._form(rng) if rng.random() < 0.25 else (str, "")
+    form, key = forms.random_form(rng) if rng.random() < 0.25 else (str, "")
     (question, answer), *later = asked
     first = Asked([picture], question, answer, [])
     text = f"{question} {form_alone(rng, form, key)}" if key else question
@@ -82,13 +82,13 @@ def scene_dialogue(rng: Random) -> list[Exchange]:
 
 def true_dialogue(rng: Random) -> list[Exchange]:
     """One to three turns, each about new pictures, at times after a first turn of words alone."""
-    form, key = forms._form(rng)
+    form, key = forms.random_form(rng)
     turns: list[Exchange] = []
     if rng.random() < 0.08:
         said = rng.choice(["ok", "yes", "ready"])
-        turns.append(Exchange("user", (f"{forms._sentence(rng)} Say {said}.",), said))
+        turns.append(Exchange("user", (f"{forms.random_sentence(rng)} Say {said}.",), said))
     for number in range(rng.choice([1] * 8 + [2, 3])):
-        before = f"{forms._sentence(rng)} " if rng.random() < 0.15 else ""
+        before = f"{forms.random_sentence(rng)} " if rng.random() < 0.15 else ""
         one = as_exchange(rng, seen(rng), form, key, before)
         turns.append(one._replace(role="tool") if number and "<tool_call>" in turns[-1].reply else one)
     return turns
@@ -96,7 +96,7 @@ def true_dialogue(rng: Random) -> list[Exchange]:
 
 def look_dialogue(rng: Random) -> list[Exchange]:
     """The picture that answers the question comes after a call, instead of nothing or of another picture."""
-    asked, (form, key) = seen(rng), forms._form(rng)
+    asked, (form, key) = seen(rng), forms.random_form(rng)
     name = rng.choice([*LISTS["tools"], "look", "open", "show", "zoom", "next", "see"])
     call, role = rng.choice([
         (f"<tool_call>\n{json.dumps({'name': name, 'arguments': {}})}\n</tool_call>", "tool"),
@@ -122,7 +122,7 @@ def look_dialogue(rng: Random) -> list[Exchange]:
 
 def letter_dialogue(rng: Random) -> list[Exchange]:
     """Options with letters: the reply is the letter."""
-    asked, (form, key) = seen(rng), forms._form(rng)
+    asked, (form, key) = seen(rng), forms.random_form(rng)
     options = [asked.answer, *rng.sample(asked.others, min(3, len(asked.others)))]
     rng.shuffle(options)
     mark = rng.choice([").", ".", ":", ")"])

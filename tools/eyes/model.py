@@ -5,19 +5,19 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import torch
 from tools.eyes.kinds import KINDS
 from tools.eyes.lessons import OWN_CORPUS
 from tools.eyes.scenes import described, questions, scene
 
 from rl_vlm.zoo.tiny.copying import begin_with_copying
-from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.zoo.tiny.model import MAX_LENGTH, qwen_processor, random_model
+from rl_vlm.zoo.tiny.tokenizer import build_tokenizer
 from rl_vlm.zoo.words import lesson as forms
 
-VOCABULARY, MAX_LENGTH = 4096, 8192
+VOCABULARY = 4096
 HIDDEN, LAYERS, FEED_FORWARD = 128, 4, 384
 TOWER, DEPTH = 128, 4
-LEAST_PIXELS, MOST_PIXELS = 32 * 32, 224 * 224
+MOST_PIXELS = 224 * 224
 GRID = 14  # patches per side of the largest square
 
 
@@ -35,22 +35,11 @@ def corpus() -> tuple[str, ...]:
 
 
 def build_processor() -> Any:
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
-
-    images = {
-        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-        "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS},
-    }  # fmt: skip
-    return Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH, corpus(), VOCABULARY),
-        video_processor=Qwen3VLVideoProcessor(**images),
-        chat_template=CHAT_TEMPLATE,
-    )
+    return qwen_processor(build_tokenizer(MAX_LENGTH, corpus(), VOCABULARY), MOST_PIXELS)
 
 
 def build_model(tokenizer: Any) -> Any:
-    from transformers import AutoModelForImageTextToText, GenerationConfig, Qwen3VLConfig
+    from transformers import Qwen3VLConfig
 
     token_id = tokenizer.convert_tokens_to_ids
     end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
@@ -73,11 +62,6 @@ def build_model(tokenizer: Any) -> Any:
         vision_start_token_id=token_id("<|vision_start|>"), vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=True, dtype="float32",
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():  # with small position embeddings a tower this small does not learn positions
-        positions = model.model.visual.pos_embed.weight
-        positions *= 0.5 / positions.std()
+    model = random_model(config, seed=0)
     begin_with_copying(model, tokenizer.get_vocab())
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, bos_token_id=pad, do_sample=False)
     return model

@@ -102,18 +102,23 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
 
 
 def build_processor(variant: str = "small") -> Any:
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
-
     known = variant_named(variant)
     if known.smol:
         return smol.build_processor(MAX_LENGTH, known.corpus)
+    return qwen_processor(build_tokenizer(MAX_LENGTH, known.corpus, known.vocabulary), MAX_PIXELS)
+
+
+def qwen_processor(tokenizer: Any, most_pixels: int) -> Any:
+    """Qwen's processor for patches of 16 pixels, four of which are a token."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
     images = {
         "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": most_pixels},
     }  # fmt: skip
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH, known.corpus, known.vocabulary),
+        tokenizer=tokenizer,
         video_processor=Qwen3VLVideoProcessor(**images),
         chat_template=CHAT_TEMPLATE,
     )
@@ -151,12 +156,19 @@ def build_config(tokenizer: Any, variant: str = "small") -> Any:
 
 def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
     """A model with random weights that depend on the seed alone."""
+    from rl_vlm.zoo.tiny.copying import begin_with_copying
+
+    model = random_model(build_config(tokenizer, variant), seed)
+    if variant_named(variant).copies:
+        begin_with_copying(model, tokenizer.get_vocab())
+    return model
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """The model of a configuration, with greedy generation to the end of a turn."""
     import torch
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
-    from rl_vlm.zoo.tiny.copying import begin_with_copying
-
-    config = build_config(tokenizer, variant)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
@@ -164,8 +176,6 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
         # Larger position embeddings than usual: with small ones the model did not learn positions.
         positions = next(weight for name, weight in model.named_parameters() if name.endswith(POSITIONS))
         positions *= 0.5 / positions.std()
-    if variant_named(variant).copies:
-        begin_with_copying(model, tokenizer.get_vocab())
     ids = config.text_config
     model.generation_config = GenerationConfig(
         eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, bos_token_id=ids.bos_token_id, do_sample=False

@@ -19,8 +19,8 @@ from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 FORMS_SHARE, REPEAT_SHARE = 0.60, 0.12  # of the conversations; the rest are those of Shapes-v0
 
-_LISTS = json.loads(Path(__file__).with_name("lists.json").read_text(encoding="utf-8"))
-WORDS: list[str] = _LISTS["words"]
+LISTS = json.loads(Path(__file__).with_name("lists.json").read_text(encoding="utf-8"))
+WORDS: list[str] = LISTS["words"]
 _COMMON = [word for word in WORDS if word.isalpha() and word.islower() and len(word) > 1]
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _MARKS = " .,:;!?()[]{}<>/\\\"'=+-*_#"
@@ -29,7 +29,7 @@ CORPUS = tuple(
     form.format(word)
     for word in WORDS
     for form in ("x {0} {0}", "({0}", ">{0}", '"{0}', "{0}")
-) + tuple(f"({key.capitalize()}: <{key}>x</{key}>" for key in _LISTS["keys"])  # fmt: skip
+) + tuple(f"({key.capitalize()}: <{key}>x</{key}>" for key in LISTS["keys"])  # fmt: skip
 
 Form = Callable[[str], str]
 
@@ -38,14 +38,14 @@ def _answers(rng: Random) -> list[str]:
     """What may be answered."""
     kind, count, start = rng.random(), rng.choice([2, 2, 3, 3, 3, 4, 4, 5]), rng.choice([0, 1, 1, 1, 2, 3, 5])
     if kind < 0.30:
-        return list(rng.choice(_LISTS["answers"]))
+        return list(rng.choice(LISTS["answers"]))
     if kind < 0.45:
         return rng.sample(_COMMON, count)
     if kind < 0.55:
-        verb = rng.choice(_LISTS["verbs"] + _LISTS["keys"])
+        verb = rng.choice(LISTS["verbs"] + LISTS["keys"])
         return [f"{verb} {number}" for number in range(start, start + count)]
     if kind < 0.63:
-        verb = rng.choice(_LISTS["verbs"])
+        verb = rng.choice(LISTS["verbs"])
         return [f"{verb} {word}" for word in rng.sample(_COMMON, count)]
     if kind < 0.78:
         return [str(number) for number in range(start, start + count)]
@@ -62,11 +62,11 @@ def _value(answer: str) -> str | int:
     return int(answer) if answer.isdigit() and str(int(answer)) == answer else answer
 
 
-def _form(rng: Random) -> tuple[Form, str]:
+def random_form(rng: Random) -> tuple[Form, str]:
     """How an answer is written, and the name that it goes by."""
-    key = rng.choice(_LISTS["keys"]) if rng.random() < 0.6 else rng.choice(_COMMON)
+    key = rng.choice(LISTS["keys"]) if rng.random() < 0.6 else rng.choice(_COMMON)
     title = key.capitalize() if rng.random() < 0.7 else key
-    other, said, tool = rng.choice(_COMMON), rng.choice(_COMMON), rng.choice(_LISTS["tools"])
+    other, said, tool = rng.choice(_COMMON), rng.choice(_COMMON), rng.choice(LISTS["tools"])
     spaced, digit = rng.random() < 0.6, rng.randrange(10)
     thought = " ".join(rng.sample(_COMMON, rng.randrange(1, 5)))
 
@@ -111,18 +111,18 @@ def _listed(rng: Random, texts: Sequence[str]) -> str:
     return f"{gap.join(texts[:-1])}{rng.choice([' or ', ' or ', ' and ', gap])}{texts[-1]}"
 
 
-def _asked(rng: Random, answers: Sequence[str], form: Form, key: str) -> str:
+def asked_in(rng: Random, answers: Sequence[str], form: Form, key: str) -> str:
     """Says which answers there are, and in which form."""
-    named, say, such_as = list(answers), rng.choice(_LISTS["say"]), rng.choice(_LISTS["such as"])
+    named, say, such_as = list(answers), rng.choice(LISTS["say"]), rng.choice(LISTS["such as"])
     if rng.random() < 0.3:
         rng.shuffle(named)
-    name, kind = rng.choice(_LISTS["placeholders"]).format(key), rng.random()
+    name, kind = rng.choice(LISTS["placeholders"]).format(key), rng.random()
     shown, listed = form(name if rng.random() < 0.6 else rng.choice(named)), _listed(rng, named)
     if "".join(answers) in "ABCDE" and rng.random() < 0.7:  # letters of options
         listed = " ".join(f"{letter}{rng.choice(').:')} {rng.choice(_COMMON)}" for letter in answers)
     if kind < 0.32:
         text = (
-            f"{say} {rng.choice(_LISTS['one of'])} {_listed(rng, [form(one) for one in named])}{rng.choice(['.', ''])}"
+            f"{say} {rng.choice(LISTS['one of'])} {_listed(rng, [form(one) for one in named])}{rng.choice(['.', ''])}"
         )
     elif kind < 0.52:
         text = f"{listed}{rng.choice(['?', '.', ''])} {say} {such_as} {shown}{rng.choice(['.', '', ''])}"
@@ -143,7 +143,7 @@ def _asked(rng: Random, answers: Sequence[str], form: Form, key: str) -> str:
     return " ".join(part for part in text.split(" ") if part)
 
 
-def _sentence(rng: Random, most: int = 12) -> str:
+def random_sentence(rng: Random, most: int = 12) -> str:
     """Something beside the point."""
     text = " ".join(rng.choices(_COMMON, k=rng.randrange(2, most)))
     return text.capitalize() + rng.choice(["", f" {rng.randrange(20)}"]) + rng.choice("..?!:")
@@ -155,15 +155,15 @@ def _picture(numbers: np.random.Generator) -> np.ndarray:
 
 def form_dialogue(rng: Random, numbers: np.random.Generator) -> tuple[list[Exchange], set[str]]:
     """A conversation of up to three turns about a form, and the first replies that would be well formed."""
-    answers, (form, key) = _answers(rng), _form(rng)
-    about = " ".join(_sentence(rng) for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3])))
-    asked = _asked(rng, answers, form, key)
+    answers, (form, key) = _answers(rng), random_form(rng)
+    about = " ".join(random_sentence(rng) for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3])))
+    asked = asked_in(rng, answers, form, key)
     text = f"{about} {asked}" if rng.random() < 0.85 else f"{asked} {about}"
     pictures = [_picture(numbers) for _ in range(rng.choice([1, 1, 1, 1, 2]))]
     turns = [Exchange("user", (*pictures, text.strip()), form(rng.choice(answers)))]
     while rng.random() < 0.25 and len(turns) < 3:
         role = "tool" if "<tool_call>" in turns[0].reply else "user"
-        turns.append(Exchange(role, (_sentence(rng, 6),), form(rng.choice(answers))))  # type: ignore[arg-type]
+        turns.append(Exchange(role, (random_sentence(rng, 6),), form(rng.choice(answers))))  # type: ignore[arg-type]
     return turns, {form(one) for one in answers}
 
 
@@ -174,7 +174,7 @@ def repeat_dialogue(rng: Random, numbers: np.random.Generator) -> list[Exchange]
     else:
         said = "".join(rng.choices(_CHARACTERS + _MARKS, k=rng.randrange(1, 8))).strip() or "a"
     lead = rng.choice(["Say:", "Repeat:", "Write:", "Copy:", "Say", "Write", "Answer with", "Reply with", "Echo:"])
-    before = f"{_sentence(rng, 6)} " if rng.random() < 0.4 else ""
+    before = f"{random_sentence(rng, 6)} " if rng.random() < 0.4 else ""
     return [Exchange("user", (_picture(numbers), f"{before}{lead} {said}"), said)]
 
 
