@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from rl_vlm.runs.trainer import Trainer, serve
 
 __version__ = "0.1.0"
+
+# Each process of a run imports a million objects of torch, transformers and RLlib. With CPython's thresholds, collecting
+# garbage amid them takes a fifth of that time and finds none.
+gc.set_threshold(20_000, 20, 50)
 
 __all__ = [
     "Callback",

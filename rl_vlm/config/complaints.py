@@ -101,8 +101,10 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
     like = typo or _nearest(name, beside if parent else siblings, 0.78)
     if like in siblings:
         return f"Did you mean {like}?"
-    if like := like or _nearest(name, everywhere, 1.0):
-        return f'Did you mean {like} ("{_meanings()[like].partition(". ")[0].removesuffix(".")}")?{argument}'
+    meanings = _meanings()  # of values: sections and what is in a list have none
+    if like := like or _nearest(name, [one for one in everywhere if one in meanings], 1.0):
+        meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")' if like in meanings else ""
+        return f"Did you mean {like}{meaning}?{argument}"
     return ""
 
 

@@ -26,6 +26,7 @@ from rl_vlm.config import (
     parse_config,
     save_config,
 )
+from rl_vlm.config.complaints import unknown_key
 from rl_vlm.config.learner import PRESETS
 from rl_vlm.config.section import keys_of
 from rl_vlm.types import UserInputError
@@ -46,6 +47,13 @@ def complaint(data: dict[str, Any]) -> str:
 def test_an_unknown_key_names_the_nearest_known_one(data: dict[str, Any], key: str, nearest: str) -> None:
     said = re.sub(r' \("[^"]*"\)', "", complaint(data))  # what a key deeper or in another section means
     assert said.startswith(f"Unknown config key {key}. Did you mean {nearest}?")
+
+
+@pytest.mark.parametrize("kind", [PolicyConfig, PreferenceConfig, SFTConfig])
+def test_the_name_of_every_key_in_another_section_gets_a_sentence(kind: type[Section]) -> None:
+    for name in {key.rpartition(".")[2] for key in keys_of(kind)}:
+        for section in ("logging", "resources", "serving.vllm"):
+            assert f"{section}.{name}" in unknown_key(f"{section}.{name}", kind)
 
 
 @pytest.mark.parametrize(("key", "ours"), TABLES["a_key_of_another_system_leads_to_ours"])
