@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Each process of a run imports a million objects of torch, transformers and RLlib. With CPython's thresholds, a fifth
-# of that time goes into collections that find no garbage.
+# Each process of a run imports some 650,000 objects of torch, transformers and RLlib. With CPython's thresholds, an
+# eighth of that time goes into 1,700 collections, which free 3 % of them.
 gc.set_threshold(20_000, 20, 50)
 
 __all__ = [
