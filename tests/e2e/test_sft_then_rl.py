@@ -46,7 +46,6 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(tuned: Path, tmp
     assert (folder / adapter).read_bytes() == (tuned / adapter).read_bytes()
 
 
-@pytest.mark.acceptance
 def test_ppo_with_everything_that_it_has_starts_where_fine_tuning_ended(tuned: Path, tmp_path: Path) -> None:
     """A few iterations: the critic's adapter, its warm-up, a penalty in the reward, averaged weights, a learner actor."""
     folder = tmp_path / "run"
