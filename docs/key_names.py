@@ -29,6 +29,7 @@ PAGES = {
     "slime": "slime",
     "vlm_gym": "vlm-gym",
     "rl_vlm_f": "RL-VLM-F",
+    "other_environments": "Stable-Baselines3 or CleanRL",
 }
 _QUOTED = re.compile(r"`([^`]+)`")
 _NAME = re.compile(r"(?:--)?[A-Za-z][\w.-]*")

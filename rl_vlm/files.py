@@ -133,11 +133,15 @@ def did_you_mean(path: Path, pattern: str = "*") -> str:
     else:
         pattern = "*/"
     names = sorted(one.name for one in there.glob(pattern) if not one.name.startswith("."))
+    if lacking == "runs":
+        return f" There is no folder runs in {there.absolute()}: go to where you trained, or train first."
     stems = {Path(name).stem: name for name in reversed(names)}
     if near := difflib.get_close_matches(Path(lacking).stem, stems, n=1):
         return f" Did you mean {there / stems[near[0]]}?"
-    listed = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
-    return f" In {there.absolute()} {f'are: {listed}' if names else 'is none'}."
+    if not names:
+        what = {"*": "nothing", "*/": "no folder"}.get(pattern, f"no file {pattern}")
+        return f" There is {what} in {there.absolute()}."
+    return f" In {there.absolute()} are: {', '.join(names[:10])}{', ...' * (len(names) > 10)}."
 
 
 def append_whole(path: str | Path, data: bytes) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 _OWN = {"model.path": "--model", "env.id": "--env"}  # where a command has an option for the key
@@ -16,10 +17,20 @@ def check_options(command: Any, given: Sequence[str]) -> None:
     """
     names = iter(given)
     while (commands := getattr(command, "commands", None)) is not None:
-        command = commands.get(next(names, ""))
+        command = commands.get(name := next(names, ""))
+        if name.isalpha() and not command and (meant := _that_says(name, commands)):
+            from rl_vlm.types import UserInputError  # slow to import
+
+            raise UserInputError(f"No such command {name!r}. Did you mean {meant}?")
     known = {option for one in getattr(command, "params", ()) for option in (*one.opts, *one.secondary_opts)}
     if any(word.startswith(("--", "-c")) and word.partition("=")[0] not in known for word in names if command):
         _translate(given, known)
+
+
+def _that_says(name: str, commands: Mapping[str, Any]) -> str:
+    """The command whose help has the name as a word, such as "fine-tune"; "" where none is, or a name is like it."""
+    said = {one: command.get_short_help_str(200).lower().replace("-", "").split() for one, command in commands.items()}
+    return "" if get_close_matches(name, commands) else next((one for one in said if name.lower() in said[one]), "")
 
 
 def _translate(given: Sequence[str], known: set[str]) -> None:

@@ -29,6 +29,7 @@ def config(
     """Show the keys of the configuration: default, type, and what each means."""
     from rl_vlm.config import reference
     from rl_vlm.config.complaints import unknown_key
+    from rl_vlm.config.recipes import recipe_names
     from rl_vlm.types import UserInputError
 
     if markdown:
@@ -39,6 +40,8 @@ def config(
         [one for one in reference.reference(kind) if f"{one.name}.".startswith(key and f"{key}.")] for kind in kinds
     )
     if not (chosen := next(filter(None, found), [])):
+        if key in recipe_names():
+            raise UserInputError(f"{key} is a recipe, and no key: `rl-vlm recipes copy {key}` writes it here.")
         raise UserInputError(unknown_key(key, reference.KINDS[of or "policy"]))
     for one in chosen:
         say(f"{one.name}: {one.default or '(must be given)'}\n    {one.type}\n    {one.meaning}")

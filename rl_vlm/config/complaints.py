@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from rl_vlm.config.elsewhere import counterpart
+from rl_vlm.config.elsewhere import OF_ANYTHING, counterpart
 from rl_vlm.config.overrides import leaves
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
@@ -92,8 +92,10 @@ def _of_any_kind(key: str) -> bool:
 
 def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhere: Sequence[str]) -> str:
     """What to write in place of an unknown key, in a sentence or two; "" if there is no telling. A key that is no
-    neighbour has the name alone in common: its meaning is quoted, and `argument` added."""
+    neighbour has the name alone in common: its meaning is quoted, after the `argument`."""
     name = key.removeprefix(parent).rpartition(".")[2].lower().replace("-", "_")
+    if name in OF_ANYTHING and parent and not beside:
+        name = parent.split(".")[-2]
     siblings = [one for one in beside if "." not in one.removeprefix(parent)]
     typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
     if foreign and (not typo or counterpart(name, everywhere)):
@@ -104,7 +106,7 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
     meanings = _meanings()  # of values: sections and what is in a list have none
     if like := like or _nearest(name, [one for one in everywhere if one in meanings], 1.0):
         meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")' if like in meanings else ""
-        return f"Did you mean {like}{meaning}?{argument}"
+        return f"{argument} Did you mean {like}{meaning}?".lstrip()
     return ""
 
 

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
+OF_ANYTHING = ("path", "paths", "file", "files", "folder", "dir", "name", "id", "type", "kind")  # need their section
+
 
 @cache
 def _rows() -> dict[str, dict[str, str]]:
@@ -18,14 +20,16 @@ def _rows() -> dict[str, dict[str, str]]:
     found = {row["name"]: row for row in reversed(rows)}
     for row in rows:
         parts = row["name"].split(".")
-        for start in range(1, len(parts)):
+        for start in range(1, len(parts) - (parts[-1] in OF_ANYTHING)):
             found.setdefault(".".join(parts[start:]), row)
     return found
 
 
 def _row(key: str) -> dict[str, str]:
     parts = key.replace("-", "_").split(".")
-    return next((row for k in range(len(parts)) if (row := _rows().get(".".join(parts[k:])))), {})
+    row = next((row for k in range(len(parts)) if (row := _rows().get(".".join(parts[k:])))), None)
+    alike = difflib.get_close_matches(key, _rows(), 1, 0.8) if row is None and len(parts) > 1 else []
+    return row or (_rows()[alike[0]] if alike else {})
 
 
 def counterparts(key: str, known: Collection[str]) -> list[str]:
