@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from tools.eyes import brush, scenes
+from tools.eyes import brush, cells, scenes
 from tools.eyes.kinds import KINDS
 
 PHOTOGRAPHS = [brush.Image.new("RGB", (300, 300), "teal")]
@@ -61,3 +61,21 @@ def test_a_question_about_a_scene_has_the_answer_of_its_things() -> None:
         assert found == {answer}, pattern
     described = {scenes.described(Random(seed), things)[1] for seed in range(9)}
     assert described == {"red circle, blue star, red star", "red circle top left, blue star right, red star bottom"}
+
+
+def test_each_cell_is_named_after_the_thing_that_covers_its_middle() -> None:
+    seen = [cells.Seen(30, 16, 36, "star", "red"), cells.Seen(80, 80, 30, "7", "blue")]
+    star = {"what": "star", "colour": "red", "row": "top"}
+    seven = {"what": "7", "colour": "blue", "row": "bottom", "column": "right", "middle": "one"}
+    nothing = {"what": cells.NOTHING}
+    assert cells.named(seen, 96) == [
+        star | {"column": "left", "middle": "one"}, star | {"column": "middle", "middle": "part"}, nothing,
+        *[nothing] * 3,
+        nothing, nothing, seven,
+    ]  # fmt: skip
+    for seed in range(30):
+        image, drawn = cells.mosaic(Random(seed), 96)
+        assert image.size == (96, 96)
+        assert all(one.what in cells.GROUPS["what"] for one in drawn)
+        named = cells.named(drawn, 96)
+        assert sum(cell.get("middle") == "one" for cell in named) >= 1

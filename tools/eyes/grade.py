@@ -10,6 +10,8 @@ from random import Random
 from typing import Any
 
 import torch
+from tools.eyes.brush import SHAPES
+from tools.eyes.cells import GLYPHS, GROUPS, CellNames, draw_mosaics
 from tools.eyes.kinds import KINDS
 from tools.eyes.lessons import OWN, Lessons, look_dialogue, pixels_of, scene_dialogue
 from tools.eyes.model import build_model
@@ -39,6 +41,30 @@ def right(model: Any, encoder: DialogueEncoder, chats: Sequence[Sequence[Exchang
     return found
 
 
+def print_cells(model: Any, processor: Any, count: int) -> None:
+    """How many cells of new pictures have the name that their features are most like, of shapes, of letters and so on."""
+    names, rng, found = (
+        CellNames(model, processor.tokenizer),
+        Random("held out cells"),
+        defaultdict[str, list[bool]](list),
+    )
+    for _ in range(count):
+        mosaics = draw_mosaics(rng, processor, 16)
+        with torch.no_grad(), fast_vision(model):
+            scores = names.scores(mosaics)
+        for group, wanted in mosaics.targets.items():
+            for name, guess in zip(wanted.tolist(), scores[group].argmax(-1).tolist(), strict=True):
+                if name >= 0:
+                    found[group].append(guess == name)
+                if name >= 0 and group == "what":
+                    called = GROUPS[group][name]
+                    found["shape" if called in SHAPES else "letter" if called in GLYPHS else "other"].append(
+                        guess == name
+                    )
+    for group, hits in found.items():
+        print(f"cells: {group:8} {sum(hits) / len(hits):.2f} of {len(hits)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -50,6 +76,7 @@ def main() -> None:
     saved = torch.load(args.folder / "newest.pt", weights_only=True)
     model.load_state_dict(saved["model"])
     model.eval()
+    print_cells(model, processor, args.of)
     total = []
     for name, draw in KINDS.items():
         rng = Random(f"held out {name}")

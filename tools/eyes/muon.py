@@ -24,6 +24,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for weight in group["params"]:
+                if weight.grad is None:
+                    continue
                 mean = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 mean.lerp_(weight.grad, 1 - momentum)
                 update = orthogonal(weight.grad.lerp(mean, momentum))

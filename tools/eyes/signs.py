@@ -8,6 +8,8 @@ from PIL import Image, ImageDraw
 from tools.eyes.asking import LETTERS, Asked, kind, near, others_of
 from tools.eyes.brush import COLOURS, SHAPES, Brush
 
+Tone = tuple[int, int, int]
+
 
 def _written(rng: Random, words: str, asked: str, others: list[str], least: int = 32) -> Asked:
     b = Brush(rng)
@@ -105,6 +107,16 @@ PIPS = {
     5: [(0, 0), (0, 2), (2, 0), (2, 2), (1, 1)],
     6: [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)],
 }
+DIE_TONES = [((250, 250, 250), (20, 20, 20)), ((200, 30, 30), (255, 255, 255)), ((30, 60, 160), (255, 255, 255))]
+
+
+def draw_die(image: Image.Image, face: int, x: float, y: float, size: float, tones: tuple[Tone, Tone]) -> None:
+    """Around (x, y), in the tones of the die and of its pips."""
+    draw, left, top = ImageDraw.Draw(image), x - size / 2, y - size / 2
+    draw.rounded_rectangle((left, top, left + size, top + size), size / 6, tones[0], (0, 0, 0))
+    for c, r in PIPS[face]:
+        px, py, q = left + (0.22 + 0.28 * c) * size, top + (0.22 + 0.28 * r) * size, size * 0.09
+        draw.ellipse((px - q, py - q, px + q, py + q), tones[1])
 
 
 @kind
@@ -112,17 +124,10 @@ def dice(rng: Random) -> Asked:
     b, n = Brush(rng), rng.choice([1, 1, 2, 2, 3])
     side = b.side(48)
     image = b.canvas(min(224, side * (n if side < 100 else 1)), side)
-    draw, faces = ImageDraw.Draw(image), [rng.randrange(1, 7) for _ in range(n)]
-    size = 0.8 * min(image.width / n, image.height)
-    tone, pip = rng.choice(
-        [((250, 250, 250), (20, 20, 20)), ((200, 30, 30), (255, 255, 255)), ((30, 60, 160), (255, 255, 255))]
-    )
+    faces, size = [rng.randrange(1, 7) for _ in range(n)], 0.8 * min(image.width / n, image.height)
+    tones = rng.choice(DIE_TONES)
     for k, face in enumerate(faces):
-        x, y = (k + 0.5) / n * image.width - size / 2, image.height / 2 - size / 2
-        draw.rounded_rectangle((x, y, x + size, y + size), size / 6, tone, (0, 0, 0))
-        for c, r in PIPS[face]:
-            px, py, q = x + (0.22 + 0.28 * c) * size, y + (0.22 + 0.28 * r) * size, size * 0.09
-            draw.ellipse((px - q, py - q, px + q, py + q), pip)
+        draw_die(image, face, (k + 0.5) / n * image.width, image.height / 2, size, tones)
     if n == 1:
         return Asked(
             [image],

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import math
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tools.eyes.cells import CellNames, Mosaics, draw_mosaics
 from tools.eyes.lessons import Lessons
 from tools.eyes.model import build_model, build_processor
 from tools.eyes.muon import Optimizer
@@ -30,7 +33,9 @@ from rl_vlm.models.families.qwen_fast import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
 
 RATE, RISE, FALL = 2e-3, 300, 0.2  # the highest learning rate, steps until it, and the share of steps in which it falls
-EARLY = 0.15  # of the steps have early lessons
+SEEING = 0.3  # of the steps are for the tower alone
+EARLY = 0.45  # until this share of the steps come early lessons
+MOSAICS = 0.125  # of the pictures later on, so that the tower keeps what it sees
 LENGTHS = (40, 64, 96, 144, 220)  # tokens: rows of similar length share a forward pass, so that little is padding
 LOG_EVERY = 50
 
@@ -52,11 +57,17 @@ def add_gradients(model: Any, examples: list[Example], pad: int, total: Tensor) 
     return loss
 
 
+def add_cell_gradients(names: CellNames, mosaics: Mosaics, share: float) -> float:
+    """Add that of `share` of the loss of what the cells of pictures are named; returns that share in nats."""
+    loss = share * names.loss(mosaics)
+    loss.backward()
+    return float(loss.detach())
+
+
 def sum_over_workers(model: Any, loss: float) -> float:
-    """All workers' gradients and losses become their sums."""
-    weights = list(model.parameters())
-    grads = [weight.grad if weight.grad is not None else torch.zeros_like(weight) for weight in weights]
-    flat = torch.cat([*(grad.flatten() for grad in grads), torch.tensor([loss])])
+    """All workers' gradients and losses become their sums. Weights that no loss depends on have no gradient."""
+    weights = [weight for weight in model.parameters() if weight.grad is not None]
+    flat = torch.cat([*(weight.grad.flatten() for weight in weights), torch.tensor([loss])])
     dist.all_reduce(flat)
     for weight, part in zip(weights, flat[:-1].split([weight.numel() for weight in weights]), strict=True):
         weight.grad = part.view_as(weight).clone()
@@ -100,28 +111,39 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=args.workers)
     state = State(folder)
     model, encoder = state.model.train(), DialogueEncoder(state.processor)
-    lessons = Lessons(state.step * args.workers + rank)  # others after each interruption
+    names = CellNames(model, state.processor.tokenizer)
+    number, count = state.step * args.workers + rank, args.batch // args.workers  # others after each interruption
+    lessons, rng = Lessons(number), Random(f"mosaics {number}")
 
-    def draw() -> list[Example]:
-        is_early = state.step < EARLY * args.steps
-        return [encoder.encode_chat(lessons.draw(is_early)) for _ in range(args.batch // args.workers)]
+    def draw(step: int) -> tuple[list[Example], Mosaics]:
+        done = step / args.steps  # the same for all workers: weights that have gradients depend on it
+        if done < SEEING:
+            return [], draw_mosaics(rng, state.processor, count)
+        examples = [encoder.encode_chat(lessons.draw(done < EARLY)) for _ in range(count)]
+        return examples, draw_mosaics(rng, state.processor, int(MOSAICS * count))
 
-    first, mean, started, saved_at = state.step, float("nan"), time.monotonic(), time.monotonic()
+    first, mean, has_examples = state.step, float("nan"), False
+    started = saved_at = time.monotonic()
     with fast_vision(model), ThreadPoolExecutor(1) as pool:  # a batch is drawn while the model computes the one before
-        upcoming = pool.submit(draw)
+        upcoming = pool.submit(draw, state.step)
         while state.step < args.steps:
-            examples, upcoming = upcoming.result(), pool.submit(draw)
+            (examples, mosaics), upcoming = upcoming.result(), pool.submit(draw, state.step + 1)
             total = torch.tensor(float(sum(int(example.targets.sum()) for example in examples)))
             dist.all_reduce(total)
-            loss = sum_over_workers(model, add_gradients(model, examples, encoder.pad_token_id, total))
+            loss = add_cell_gradients(names, mosaics, (MOSAICS if examples else 1.0) / args.workers)
+            loss += add_gradients(model, examples, encoder.pad_token_id, total)
+            loss = sum_over_workers(model, loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             state.optimizer.step(rate_at(state.step, args.steps))
             state.step += 1
-            mean = loss if state.step == first + 1 else 0.98 * mean + 0.02 * loss
+            if examples and not has_examples:  # another loss
+                mean, has_examples = float("nan"), True
+            mean = loss if math.isnan(mean) else 0.98 * mean + 0.02 * loss
             is_last, now = state.step == args.steps, time.monotonic()
             if rank == 0 and (is_last or state.step % LOG_EVERY == 0):
                 seconds = (now - started) / (state.step - first)
-                print(f"step {state.step} loss {mean:.4f} {seconds:.2f} s/step", flush=True)
+                of = "loss" if has_examples else "loss of cells"
+                print(f"step {state.step} {of} {mean:.4f} {seconds:.2f} s/step", flush=True)
             if rank == 0 and (is_last or now - saved_at > args.save_every):
                 state.save()
                 saved_at = now
