@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -245,3 +246,14 @@ def plan_update(
     means = {name: tokens.mean() if len(tokens) else 0.0 for name, tokens in estimate.advantages.items()}
     advantages = [np.array([means[one.trajectory_id] for one in group.trajectories]) for group in groups]
     return Plan(update_batches(shares, estimate), advantages)
+
+
+def outside_adapter(model_folder: Path, seed: int) -> PeftModel:
+    """A trainer's step: its adapter is another one."""
+    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32).eval()
+    torch.manual_seed(seed)
+    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return peft

@@ -73,7 +73,7 @@ def load_yaml_file(file: Path, what: str) -> Any:
         return load_yaml(file.read_text())
     except OSError as error:
         hint = did_you_mean(file, "*.y*ml")
-        hint += " `rl-vlm recipes` lists those that come with the package." if what == "config" else ""
+        hint += " `rl-vlm recipes` lists what comes with the package." if what == "config" else ""
         raise UserInputError(f"Cannot read the {what} {file}: {error.strerror or error}.{hint}") from error
     except UnicodeDecodeError as error:
         raise UserInputError(f"The {what} {file} is not a text file ({error.reason}).") from error

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from core_support import adapted_policy
+import requests
+from accelerate import PartialState
+from core_support import adapted_policy, outside_adapter
 from PIL import Image
 from runs import REPLICA, ServeProcess
 
@@ -31,8 +33,15 @@ def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Path, adapter: Path) -> Iterator[ServeProcess]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where clients may load adapters from."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, adapter: Path, root: Path) -> Iterator[ServeProcess]:
     arguments = ("http.max_samples=256", "http.model_name=base", "http.drain_s=60", "--adapter", adapter)
+    arguments = (*arguments, f"http.adapter_root={root}", "http.max_adapters=2")
     changes = {"LOCAL_MODEL_PATH": str(tiny_folder), "RL_VLM_API_TOKEN": "s3cret"}
     with ServeProcess(*arguments, **changes) as server:
         yield server
@@ -84,6 +93,32 @@ def test_openais_client_works_unchanged(server: ServeProcess, client: openai.Ope
     server.wait_until(reported, "the replica's report", timeout=20)  # it comes every few seconds
 
 
+def test_trls_own_client_publishes_each_version_under_a_new_name(
+    server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trl = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
+    PartialState(cpu=True)  # as its trainers make one
+    with_token = requests.Session()  # which TRL's client cannot send
+    with_token.headers["Authorization"] = "Bearer s3cret"
+    monkeypatch.setattr(trl, "requests", with_token)
+    outside = trl.VLLMClient(server.url)
+    outside.wait_for_server_ready()
+    assert outside.get_max_model_len() == 4096
+    known = [model.id for model in client.models.list()]
+    outside.unload_lora_adapter("mine")  # also where there is none
+    for version in (1, 2, 3):  # of two that may be loaded
+        folder = root / f"trl-policy-v{version}"
+        outside_adapter(tiny_folder, version).save_pretrained(folder)
+        outside.load_lora_adapter(f"trl-policy-v{version}", str(folder))
+        answer = client.chat.completions.create(model=f"trl-policy-v{version}", messages=HI, max_tokens=4)
+        assert (answer.system_fingerprint or "").startswith(f"trl-policy-v{version}-v")
+        outside.unload_lora_adapter(f"trl-policy-v{version - 1}")
+    names = [model.id for model in client.models.list()]
+    assert "trl-policy-v3" in names and "trl-policy-v2" not in names
+    outside.unload_lora_adapter("trl-policy-v3")
+    assert [model.id for model in client.models.list()] == known
+
+
 def test_a_client_that_goes_away_frees_the_replica(server: ServeProcess, client: openai.OpenAI) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.with_options(timeout=2.5).chat.completions.create, model="policy", **LONG)
@@ -111,12 +146,12 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_and_other_requests_are_t
 
 def test_sigterm_lets_running_requests_finish(server: ServeProcess, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="policy", messages=HI, max_tokens=400, temperature=2.0, n=64, stream=True
+        model="policy", messages=HI, max_tokens=400, temperature=2.0, n=32, stream=True
     )
     first = next(stream)  # which may end a sample
     server.process.send_signal(signal.SIGTERM)
     reasons = [choice.finish_reason for chunk in (first, *stream) for choice in chunk.choices if choice.finish_reason]
-    assert len(reasons) == 64
+    assert len(reasons) == 32
     assert server.wait(timeout=60) == 128 + signal.SIGTERM, server.output()
     assert server.survivors() == []
     assert "Traceback" not in server.output()

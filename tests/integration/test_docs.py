@@ -165,7 +165,8 @@ GONE = """
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", ["trainer.py", pytest.param("ask.py", marks=pytest.mark.acceptance)])
+@pytest.mark.acceptance  # CI uses the Trainer in test_trainer.py
+@pytest.mark.parametrize("script", ["trainer.py", "ask.py"])
 def test_scripts_of_the_python_page_run_as_shown(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

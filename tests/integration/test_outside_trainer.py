@@ -13,12 +13,11 @@ import numpy as np
 import openai
 import pytest
 import torch
-from accelerate import PartialState
-from core_support import adapted_policy, text_side
-from peft import LoraConfig, PeftModel, get_peft_model
+from core_support import adapted_policy, outside_adapter, text_side
+from peft import PeftModel
 from ports import free_ports
 from ray import serve
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rl_vlm.config import parse_config
 from rl_vlm.runs.ray_session import ray_cluster
@@ -27,7 +26,7 @@ from rl_vlm.runs.serve_app import build
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from runs import REGISTRY, REPLICA, ServeProcess
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(400)]  # CI loads adapters as TRL does, in test_serve.py
 
 QUESTION: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 TOKEN = "s3cret"
@@ -50,17 +49,6 @@ def client(server: ServeProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def train(model_folder: Path, seed: int) -> PeftModel:
-    """A trainer's step: its adapter is another one."""
-    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32).eval()
-    torch.manual_seed(seed)
-    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
-    for name, parameter in peft.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return peft
-
-
 def sample(client: openai.OpenAI, folder: Path, **options: Any) -> tuple[str | None, list[int], list[float]]:
     """The version that answered, its tokens and their log-probabilities."""
     asked = {"messages": QUESTION, "temperature": 1.0, "max_tokens": 24, "logprobs": True, "seed": 3, **options}
@@ -81,13 +69,12 @@ def scored(peft: PeftModel, folder: Path, token_ids: list[int]) -> np.ndarray:
     return logits.log_softmax(-1)[torch.arange(len(token_ids)), torch.tensor(token_ids)].numpy()
 
 
-@pytest.mark.acceptance  # CI loads adapters as TRL does, below
 def test_a_trainer_loads_its_adapters_and_samples_with_each(
     server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
 ) -> None:
     seen = []
     for number, seed in enumerate((1, 2), 1):
-        peft = train(tiny_folder, seed)
+        peft = outside_adapter(tiny_folder, seed)
         peft.save_pretrained(root / f"step-{seed}")
         body = {"lora_name": "mine", "lora_path": f"step-{seed}", "load_inplace": True}
         reply = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120)
@@ -109,34 +96,10 @@ def test_a_trainer_loads_its_adapters_and_samples_with_each(
     assert (cards["mine"].parent, cards["mine"].root, cards["base"].parent) == ("base", "step-2", None)  # type: ignore[attr-defined]
 
 
-def test_trls_own_client_publishes_each_version_under_a_new_name(
-    server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
-) -> None:
-    trl = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
-    PartialState(cpu=True)  # as its trainers make one
-    outside = trl.VLLMClient(server.url)
-    outside.wait_for_server_ready()
-    assert outside.get_max_model_len() == 4096
-    outside.unload_lora_adapter("mine")  # also where there is none
-    for version in (1, 2, 3):  # of two that may be loaded
-        folder = root / f"trl-policy-v{version}"
-        train(tiny_folder, version).save_pretrained(folder)
-        outside.load_lora_adapter(f"trl-policy-v{version}", str(folder))
-        assert (sample(client, tiny_folder, model=f"trl-policy-v{version}")[0] or "").startswith(
-            f"trl-policy-v{version}-v"
-        )
-        outside.unload_lora_adapter(f"trl-policy-v{version - 1}")
-    names = [model.id for model in client.models.list()]
-    assert "trl-policy-v3" in names and "trl-policy-v2" not in names
-    outside.unload_lora_adapter("trl-policy-v3")
-    assert [model.id for model in client.models.list()] == ["base"]
-
-
-@pytest.mark.acceptance
 def test_replicas_and_registries_that_die_get_the_adapters_again(
     server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
 ) -> None:
-    train(tiny_folder, 5).save_pretrained(root / "kept")
+    outside_adapter(tiny_folder, 5).save_pretrained(root / "kept")
     httpx.post(f"{server.url}/v1/load_lora_adapter", json={"lora_name": "kept", "lora_path": "kept"}, timeout=120)
     before = sample(client, tiny_folder, model="kept")
     for title, count in ((REGISTRY, 1), (REPLICA, 2)):
@@ -148,14 +111,13 @@ def test_replicas_and_registries_that_die_get_the_adapters_again(
         assert {str(sample(client, tiny_folder, model="kept")) for _ in range(6)} == {str(before)}
 
 
-@pytest.mark.acceptance
 def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(
     tiny_folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The application that `serve run` starts, here without its command."""
     monkeypatch.setenv("RL_VLM_API_TOKEN", TOKEN)
     adapted_policy(tiny_folder, seed=1).payload(1).write(root / "policy")
-    train(tiny_folder, 7).save_pretrained(root / "loaded")
+    outside_adapter(tiny_folder, 7).save_pretrained(root / "loaded")
     (port,) = free_ports(1)
     overrides = ["serving.engine=transformers", "serving.num_replicas=1", "serving.cpus_per_replica=0.1"]
     arguments = {

@@ -138,7 +138,7 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
 @pytest.mark.parametrize("stopping", ["asha", "pbt"])
 def test_trials_are_not_stopped_by_a_figure_that_is_not_there_yet(stopping: str) -> None:
     space = {"learner.lr": {"loguniform": [1e-4, 1e-2]}}
-    for grace, metric in ((50, "held_out/accuracy"), (20, "reward/mean")):
+    for grace, metric in ((60, "held_out/accuracy"), (20, "reward/mean")):
         sweep(space=space, metric=metric, stopping={"name": stopping, "grace_period": grace}).check_evaluations(RUN)
     with pytest.raises(UserInputError, match="evaluation.every"):
         sweep(space=space, stopping={"name": stopping, "grace_period": 20}).check_evaluations(RUN)
