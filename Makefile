@@ -55,11 +55,12 @@ unit: install ## Tests without Ray, in minutes
 	$(TEST) -n auto --dist loadfile -m "not slow and not acceptance" tests/unit tests/security
 
 # Ray starts its workers at priority 15 unless it is given another, which is below that of the tests beside them.
-real slow: export RAY_worker_niceness = 0
+real slow test: export RAY_worker_niceness = 0
 real: install ## Each real thing once: the quickstart run, a server, vLLM, a preference run, actors that are killed
 	$(SHARED) -m "real and not slow and not acceptance" $$(grep -rl mark.real tests/e2e tests/integration)
 
-test: lint unit real ## All of these three: ten minutes on two cores
+test: lint ## All of these three, the tests in one go: ten minutes on two cores
+	$(SHARED) -m "not slow and not acceptance" $$(grep -rl mark.real tests/e2e tests/integration) tests/unit tests/security
 
 slow: install ## Everything else that is no acceptance test: model families, strategies, recipes, fuzzing, the browser
 	$(SHARED) -m "slow and not acceptance" tests/e2e tests/integration $$(grep -rl mark.slow tests/security tests/unit)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import rl_vlm  # noqa: F401  # first: with its thresholds of garbage collection the tests' imports take less
+
 # Examples have no deadline of their own: the tests also run at a low priority on a busy machine, and each has pytest's.
 settings.register_profile("rl_vlm", deadline=None)
 settings.load_profile("rl_vlm")

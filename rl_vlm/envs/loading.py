@@ -80,7 +80,7 @@ def _load(target: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UserInputError(f"There is no file {path}.{did_you_mean(path, '*.py')}")
+        raise UserInputError(f"There is no file {path}: write it, or correct the path.{did_you_mean(path, '*.py')}")
     digest = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
     with _LOCK:
         name = f"{_package_of(path.parent)}.{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
