@@ -132,9 +132,9 @@ def did_you_mean(path: Path, pattern: str = "*") -> str:
         there = path.parent
     else:
         pattern = "*/"
-    names = sorted(one.name for one in there.glob(pattern) if not one.name.startswith("."))
     if lacking == "runs":
         return f" There is no folder runs in {there.absolute()}: go to where you trained, or train first."
+    names = sorted(one.name for one in there.glob(pattern) if not one.name.startswith("."))
     stems = {Path(name).stem: name for name in reversed(names)}
     if near := difflib.get_close_matches(Path(lacking).stem, stems, n=1):
         return f" Did you mean {there / stems[near[0]]}?"

@@ -250,7 +250,7 @@ def plan_update(
 
 def outside_adapter(model_folder: Path, seed: int) -> PeftModel:
     """A trainer's step: its adapter is another one."""
-    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32).eval()
+    model = plain_model(model_folder)
     torch.manual_seed(seed)
     peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
     for name, parameter in peft.named_parameters():

@@ -18,7 +18,7 @@ def check_options(command: Any, given: Sequence[str]) -> None:
     names = iter(given)
     while (commands := getattr(command, "commands", None)) is not None:
         command = commands.get(name := next(names, ""))
-        if name.isalpha() and not command and (meant := _that_says(name, commands)):
+        if name[:1].isalpha() and not command and (meant := _that_says(name, commands)):
             from rl_vlm.types import UserInputError  # slow to import
 
             raise UserInputError(f"No such command {name!r}. Did you mean {meant}?")
@@ -28,9 +28,10 @@ def check_options(command: Any, given: Sequence[str]) -> None:
 
 
 def _that_says(name: str, commands: Mapping[str, Any]) -> str:
-    """The command whose help has the name as a word, such as "fine-tune"; "" where none is, or a name is like it."""
+    """The command whose help has the name as a word, such as "fine-tune"; "" where none has, or a name is like it."""
     said = {one: command.get_short_help_str(200).lower().replace("-", "").split() for one, command in commands.items()}
-    return "" if get_close_matches(name, commands) else next((one for one in said if name.lower() in said[one]), "")
+    word = name.lower().replace("-", "")
+    return "" if get_close_matches(name, commands) else next((one for one in said if word in said[one]), "")
 
 
 def _translate(given: Sequence[str], known: set[str]) -> None:

@@ -268,10 +268,11 @@ def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Seq
     try:
         dataset = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        hint = f" Nor does it open as a data set of the hub, split {split!r} ({one_line(error)}): fetch it once with "
-        hint += "`rl-vlm fetch` while online."
-        if "/" not in name:  # as those of the hub have
+        if "/" not in name:  # those of the hub have one
             hint = f"{did_you_mean(Path(name))} `rl-vlm sft-example {name}` would write one to begin with."
+        else:
+            hint = f" Nor does it open as a data set of the hub, split {split!r} ({one_line(error)}): fetch it once "
+            hint += "with `rl-vlm fetch` while online."
         raise UserInputError(f"There is no file or folder {name!r} here.{hint}") from error
     # Arrow keeps images as they are stored, in files that are mapped into memory; the default format decodes them.
     stored = dataset.select_columns(chosen_columns(dataset.column_names, name, columns, optional)).with_format("arrow")

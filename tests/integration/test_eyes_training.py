@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("steps", [10, 600])
+@pytest.mark.parametrize("steps", [20, 600])
 def test_a_short_training_learns_goes_on_and_becomes_a_model(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,9 +30,9 @@ def test_a_short_training_learns_goes_on_and_becomes_a_model(
     found = re.findall(r"step (\d+) (loss of cells|loss) ([\d.]+)", capfd.readouterr().out)
     assert [int(step) for step, _, _ in found] == list(range(1, steps + 1))  # the second one goes on
     cells, losses = ([float(loss) for _, of, loss in found if of == kind] for kind in ("loss of cells", "loss"))
-    assert len(cells) == math.ceil(train.SEEING * steps) and cells[-1] < cells[0]
+    assert len(cells) == math.ceil(train.SEEING * first) and cells[-1] < cells[0]
     assert losses[first - len(cells) - 1] < losses[0]
-    assert losses[first - len(cells)] < losses[0] - 0.3  # a mean that starts anew, over weights that do not
+    assert losses[first - len(cells)] < losses[0] - 0.5  # a mean that starts anew, over weights that do not
     ship(folder, tmp_path / "model")
     stored = load_file(tmp_path / "model/model.safetensors")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)

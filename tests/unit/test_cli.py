@@ -467,7 +467,9 @@ def test_the_command_of_another_system_leads_to_ours(argv, meant, capsys):
     assert capsys.readouterr().err.strip().endswith(f"Write: rl-vlm {meant}")
 
 
-@pytest.mark.parametrize(("word", "command"), [("finetune", "sft"), ("measure", "eval"), ("tran", "train")])
+@pytest.mark.parametrize(
+    ("word", "command"), [("finetune", "sft"), ("fine-tune", "sft"), ("measure", "eval"), ("tran", "train")]
+)
 def test_a_command_by_another_name_leads_to_ours(capsys, word: str, command: str) -> None:
     assert cli.run([word]) != 0
     assert f"Did you mean {command}" in capsys.readouterr().err.replace("'", "")

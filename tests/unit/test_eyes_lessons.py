@@ -64,11 +64,14 @@ def test_a_question_about_a_scene_has_the_answer_of_its_things() -> None:
 
 
 def test_each_cell_is_named_after_the_thing_that_covers_its_middle() -> None:
-    seen = [cells.Seen(30, 16, 36, "star", "red"), cells.Seen(80, 80, 30, "7", "blue")]
+    seen = [
+        scenes.Thing("star", "red", 30 / 96, 16 / 96, 36 / 96),
+        scenes.Thing("7", "blue", 80 / 96, 80 / 96, 30 / 96),
+    ]
     star = {"what": "star", "colour": "red", "row": "top"}
     seven = {"what": "7", "colour": "blue", "row": "bottom", "column": "right", "middle": "one"}
     nothing = {"what": cells.NOTHING}
-    assert cells.named(seen, 96) == [
+    assert cells.named(seen, 3) == [
         star | {"column": "left", "middle": "one"}, star | {"column": "middle", "middle": "part"}, nothing,
         *[nothing] * 3,
         nothing, nothing, seven,
@@ -76,6 +79,6 @@ def test_each_cell_is_named_after_the_thing_that_covers_its_middle() -> None:
     for seed in range(30):
         image, drawn = cells.mosaic(Random(seed), 96)
         assert image.size == (96, 96)
-        assert all(one.what in cells.GROUPS["what"] for one in drawn)
-        named = cells.named(drawn, 96)
+        assert all(one.shape in cells.GROUPS["what"] for one in drawn)
+        named = cells.named(drawn, 3)
         assert sum(cell.get("middle") == "one" for cell in named) >= 1

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from rl_vlm.types import UserInputError
 
+Tone = tuple[int, int, int]
 COLOURS = {
     "red": (214, 40, 40), "green": (44, 160, 60), "blue": (40, 80, 220), "yellow": (245, 215, 40), "orange": (250, 140, 20),
     "purple": (140, 60, 190), "pink": (250, 130, 190), "brown": (130, 80, 40), "black": (15, 15, 15), "white": (248, 248, 248),

@@ -1,23 +1,22 @@
 """What each part of a picture shows: the tower learns it from names, with no language model between.
 
 The tower has one feature vector for each cell of 32 × 32 pixels. It is compared with the embeddings of names, so that
-what is seen lies near the word for it. Shapes, letters and digits are learned so in a tenth of the pictures that
-questions about them take.
+what is seen lies near the word for it. Conversations alone had taught colours, and no shape, after 340,000 of them.
 """
 
 from __future__ import annotations
 
-import math
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from tools.eyes.asking import LETTERS
 from tools.eyes.brush import COLOURS, SHAPES, Brush
-from tools.eyes.scenes import COLUMNS, ROWS
+from tools.eyes.scenes import COLUMNS, ROWS, Thing
 from tools.eyes.signs import DIE_TONES, WORDS, draw_die
+from tools.eyes.ways import draw_arrow
 from torch import Tensor
 from torch.nn import functional
 
@@ -36,17 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Seen(NamedTuple):
-    """x, y, size: its middle and its diameter in pixels."""
-
-    x: float
-    y: float
-    size: float
-    what: str
-    colour: str
-
-
-def mosaic(rng: Random, side: int) -> tuple[Image.Image, list[Seen]]:
+def mosaic(rng: Random, side: int) -> tuple[Image.Image, list[Thing]]:
     """A picture of `side` × `side` pixels with things of all kinds."""
     b = Brush(rng)
     image = b.canvas(side)
@@ -65,36 +54,28 @@ def mosaic(rng: Random, side: int) -> tuple[Image.Image, list[Seen]]:
             b.text(image, shown, x, y, int(min(size, 1.6 * size / len(what))), b.tone(colour))
         elif kind < 0.95:
             what = rng.choice(DIRECTIONS)
-            _draw_arrow(b, image, x, y, size / 2, DIRECTIONS.index(what) * math.pi / 2, colour)
+            draw_arrow(image, what, x, y, size / 2, b.tone(colour), max(2, int(size * rng.uniform(0.1, 0.3))))
         else:
             what = "die"
             draw_die(image, rng.randrange(1, 7), x, y, size * 0.8, rng.choice(DIE_TONES))
-        seen.append(Seen(x, y, size, what, colour if what != "die" else ""))
+        seen.append(Thing(what, colour if what != "die" else "", x / side, y / side, size / side))
     return image, seen
 
 
-def _draw_arrow(b: Brush, image: Image.Image, x: float, y: float, radius: float, angle: float, colour: str) -> None:
-    thick, head, wide = b.rng.uniform(0.12, 0.3), b.rng.uniform(0, 0.3), b.rng.uniform(0.5, 0.8)
-    outline = [(-0.9, -thick), (head, -thick), (head, -wide), (0.95, 0), (head, wide), (head, thick), (-0.9, thick)]
-    sin, cos = math.sin(angle), math.cos(angle)
-    turned = [(x + radius * (a * cos - o * sin), y + radius * (a * sin + o * cos)) for a, o in outline]
-    ImageDraw.Draw(image).polygon(turned, b.tone(colour))
-
-
-def named(seen: list[Seen], side: int) -> list[dict[str, str]]:
-    """For each cell, row by row, its name in each group: of the thing that covers its middle, or nearly."""
-    count, found = side // CELL, []
+def named(seen: list[Thing], count: int) -> list[dict[str, str]]:
+    """For each of count × count cells, row by row, its name in each group: of the thing that covers its middle, or nearly."""
+    found = []
     for number in range(count**2):
-        x, y = (number % count + 0.5) * CELL, (number // count + 0.5) * CELL
+        x, y = (number % count + 0.5) / count, (number // count + 0.5) / count
         gap, thing = min(
             ((max(abs(x - one.x), abs(y - one.y)) - one.size / 2, one) for one in seen), default=(99, None)
         )
-        if thing is None or gap > 0.32 * CELL:
+        if thing is None or gap > 0.32 / count:
             found.append({"what": NOTHING})
             continue
-        has_middle = max(abs(x - thing.x), abs(y - thing.y)) <= CELL / 2
-        names = {"what": thing.what, "middle": "one" if has_middle else "part"}
-        names |= {"row": ROWS[int(3 * y / side)], "column": COLUMNS[int(3 * x / side)]}
+        has_middle = max(abs(x - thing.x), abs(y - thing.y)) <= 0.5 / count
+        names = {"what": thing.shape, "middle": "one" if has_middle else "part"}
+        names |= {"row": ROWS[int(3 * y)], "column": COLUMNS[int(3 * x)]}
         found.append(names | ({"colour": thing.colour} if thing.colour else {}))
     return found
 
@@ -110,10 +91,11 @@ class Mosaics(NamedTuple):
 def draw_mosaics(rng: Random, processor: Any, count: int) -> Mosaics:
     """At most `count` pictures: fewer large ones."""
     side = rng.choice(SIDES)
-    drawn = [mosaic(rng, side) for _ in range(max(4, min(count, count * 16 // (side // CELL) ** 2)))]
+    cells_a_side = side // CELL
+    drawn = [mosaic(rng, side) for _ in range(max(4, min(count, count * 16 // cells_a_side**2)))]
     pictures = [np.array(picture.convert("RGB")) for picture, _ in drawn]
     arrays = processor.image_processor(images=pictures, return_tensors="pt")
-    cells = [names for _, seen in drawn for names in named(seen, side)]
+    cells = [names for _, seen in drawn for names in named(seen, cells_a_side)]
     targets = {
         group: torch.tensor([names.index(cell[group]) if group in cell else -1 for cell in cells])
         for group, names in GROUPS.items()
@@ -142,7 +124,7 @@ class CellNames:
         scores = self.scores(mosaics)
         return torch.stack(
             [
-                functional.cross_entropy(scores[group], target.clamp(-1), ignore_index=-1)
+                functional.cross_entropy(scores[group], target, ignore_index=-1)
                 for group, target in mosaics.targets.items()
                 if (target >= 0).any()
             ]

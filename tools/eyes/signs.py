@@ -6,9 +6,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 from tools.eyes.asking import LETTERS, Asked, kind, near, others_of
-from tools.eyes.brush import COLOURS, SHAPES, Brush
-
-Tone = tuple[int, int, int]
+from tools.eyes.brush import COLOURS, SHAPES, Brush, Tone
 
 
 def _written(rng: Random, words: str, asked: str, others: list[str], least: int = 32) -> Asked:

@@ -2,7 +2,7 @@
 
     python -m tools.eyes.train FOLDER [--steps N] [--batch N] [--workers N]
 
-It goes on from FOLDER/newest.pt. The learning rate stays where it is until the last fifth of `--steps`, so a longer
+At first the tower learns alone what it sees (`cells.py`). It goes on from FOLDER/newest.pt. The learning rate stays where it is until the last fifth of `--steps`, so a longer
 training can start from any checkpoint before that. `grade.py` measures a checkpoint and `ship.py` makes a model of it.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -122,7 +121,7 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
         examples = [encoder.encode_chat(lessons.draw(done < EARLY)) for _ in range(count)]
         return examples, draw_mosaics(rng, state.processor, int(MOSAICS * count))
 
-    first, mean, has_examples = state.step, float("nan"), False
+    first, mean, of = state.step, 0.0, ""
     started = saved_at = time.monotonic()
     with fast_vision(model), ThreadPoolExecutor(1) as pool:  # a batch is drawn while the model computes the one before
         upcoming = pool.submit(draw, state.step)
@@ -136,13 +135,11 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             state.optimizer.step(rate_at(state.step, args.steps))
             state.step += 1
-            if examples and not has_examples:  # another loss
-                mean, has_examples = float("nan"), True
-            mean = loss if math.isnan(mean) else 0.98 * mean + 0.02 * loss
+            before, of = of, "loss" if examples else "loss of cells"
+            mean = 0.98 * mean + 0.02 * loss if of == before else loss
             is_last, now = state.step == args.steps, time.monotonic()
             if rank == 0 and (is_last or state.step % LOG_EVERY == 0):
                 seconds = (now - started) / (state.step - first)
-                of = "loss" if has_examples else "loss of cells"
                 print(f"step {state.step} {of} {mean:.4f} {seconds:.2f} s/step", flush=True)
             if rank == 0 and (is_last or now - saved_at > args.save_every):
                 state.save()

@@ -7,7 +7,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 from tools.eyes.asking import LETTERS, Asked, kind, near, others_of
-from tools.eyes.brush import BRIGHT, Brush
+from tools.eyes.brush import BRIGHT, Brush, Tone
 
 WAYS = {
     "up": 90,
@@ -21,32 +21,26 @@ WAYS = {
 }
 
 
+def draw_arrow(image: Image.Image, way: str, x: float, y: float, radius: float, tone: Tone, wide: int) -> None:
+    """Around (x, y), with a shaft that is `wide` pixels wide."""
+    draw, angle = ImageDraw.Draw(image), math.radians(WAYS[way])
+    px, py = math.sin(angle), math.cos(angle)
+    dx, dy, t = radius * py, -radius * px, 0.45 * radius
+    draw.line((x - dx, y - dy, x + 0.6 * dx, y + 0.6 * dy), tone, wide)
+    head = [(x + dx, y + dy), *((x + 0.3 * dx + k * px, y + 0.3 * dy + k * py) for k in (t, -t))]
+    draw.polygon(head, tone)
+
+
 @kind
 def arrow(rng: Random) -> Asked:
     b = Brush(rng)
     image = b.canvas(b.side())
-    draw, w = ImageDraw.Draw(image), image.width
+    w = image.width
     ways = list(WAYS) if rng.random() < 0.35 else list(WAYS)[:4]
     way = rng.choice(ways)
-    a, r, x, y = (
-        math.radians(WAYS[way]),
-        w * rng.uniform(0.25, 0.42),
-        w * rng.uniform(0.42, 0.58),
-        w * rng.uniform(0.42, 0.58),
-    )
+    r, x, y = w * rng.uniform(0.25, 0.42), w * rng.uniform(0.42, 0.58), w * rng.uniform(0.42, 0.58)
     tone, wide = b.tone(b.colours(1, image)[0]), max(2, int(w * rng.uniform(0.05, 0.12)))
-    dx, dy = r * math.cos(a), -r * math.sin(a)
-    draw.line((x - dx, y - dy, x + 0.6 * dx, y + 0.6 * dy), tone, wide)
-    px, py = -dy / r, dx / r
-    t = 0.45 * r
-    draw.polygon(
-        [
-            (x + dx, y + dy),
-            (x + 0.3 * dx + t * px, y + 0.3 * dy + t * py),
-            (x + 0.3 * dx - t * px, y + 0.3 * dy - t * py),
-        ],
-        tone,
-    )
+    draw_arrow(image, way, x, y, r, tone, wide)
     asked = rng.choice(
         [
             "Where does the arrow point?",
