@@ -51,7 +51,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
                 keys = [key for text in _QUOTED.findall(cells[1]) if (key := re.split(r"[:=]", text)[0]) in known]
                 if not keys and not section.startswith("Keys"):
                     continue
-                said = cells[1] if not keys or _PLAIN.sub("", cells[1]) else ""
+                said = cells[1] if not keys or "` and `" in cells[1] or _PLAIN.sub("", cells[1]) else ""
                 note = cells[2].strip("| ") if keys and len(cells) > 2 else ""
                 pairs = [[key] for key in keys] if len(keys) == len(names) else [keys] * len(names)
                 for name, ours in zip(names, pairs, strict=True):

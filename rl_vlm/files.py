@@ -133,7 +133,8 @@ def did_you_mean(path: Path, pattern: str = "*") -> str:
     else:
         pattern = "*/"
     if lacking == "runs":
-        return f" There is no folder runs in {there.absolute()}: go to where you trained, or train first."
+        here = there.absolute()
+        return f" There is no folder runs in {here}: go to where you trained, or `rl-vlm train quickstart` first."
     names = sorted(one.name for one in there.glob(pattern) if not one.name.startswith("."))
     stems = {Path(name).stem: name for name in reversed(names)}
     if near := difflib.get_close_matches(Path(lacking).stem, stems, n=1):

@@ -104,7 +104,8 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
     if like in siblings:
         return f"Did you mean {like}?"
     meanings = _meanings()  # of values: sections and what is in a list have none
-    if like := like or _nearest(name, [one for one in everywhere if one in meanings], 1.0):
+    like = like or _nearest(name, [one for one in everywhere if one in meanings], 1.0)
+    if like and not (argument and like.count(".") > 2):  # so far inside it is less likely than an argument
         meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")' if like in meanings else ""
         return f"{argument} Did you mean {like}{meaning}?".lstrip()
     return ""

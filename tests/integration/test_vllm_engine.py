@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from form_support import ask_all, requests
+from http_support import EngineBackend, serving
 from vllm_support import (
     TeacherForcing,
     ask,
@@ -354,6 +356,15 @@ def test_schemas_are_kept_and_refused_as_by_the_transformers_engine(engine: VLLM
     for name, (word, schema) in list(suite["refused"].items())[::6]:
         with pytest.raises(EngineError, match=re.escape(word)):
             generate(engine, asked(name, schema))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("schemas", "tools"), [(40, 10), pytest.param(2000, 500, marks=pytest.mark.acceptance)])
+def test_no_schema_and_no_tools_hurt_a_server(engine: VLLMEngine, model: Path, schemas: int, tools: int) -> None:
+    with serving(EngineBackend(engine), model) as server:
+        statuses, seconds, mib = ask_all(server, requests(1, schemas, tools))
+    assert statuses.total() == schemas + tools and statuses[200] > 0.15 * schemas, statuses
+    assert seconds < 30 and mib < 512, (seconds, mib)  # of a busy machine; 2 s on an idle one
 
 
 @pytest.mark.parametrize("more", [{"top_logprobs": 2}, {"stop": ("e", "t")}, {"choices": CHOICES}])

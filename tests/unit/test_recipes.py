@@ -61,7 +61,7 @@ def test_a_name_means_the_recipe_where_no_such_file_or_folder_is(empty_folder: P
     [
         ("quikstart", "did you mean quickstart?"),
         ("drawer_opn", "did you mean rl_vlm_f/drawer_open"),
-        ("runs/none", "train first"),
+        ("runs/none", "quickstart` first"),
         ("tiny", "as in `quickstart model.path=tiny`"),
         ("Qwen/Qwen3-VL-2B", "as in `quickstart model.path=Qwen/Qwen3-VL-2B`"),
         ("../../pyproject", "/.. are: "),
