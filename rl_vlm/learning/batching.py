@@ -115,18 +115,19 @@ class BatchBuilder:
         return [self._stack(batch) for batch in in_batches(rows, fits)]
 
     def _split(self, group: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
-        """The group as one row, or as one row per trajectory when packing is no cheaper or would be too long."""
-        if not self._share_prompts or len(group) == 1:
-            return [[trajectory] for trajectory in group]
-        prefix = self._shared_prompt(group)
-        lengths = list(map(len, group))
-        packed = prefix + sum(length - prefix for length in lengths)
-        if not prefix or packed > self._max_tokens or not self._is_cheaper(packed, prefix, lengths):
-            return [[trajectory] for trajectory in group]
-        return [group]
+        """The group as the fewest rows that are not too long, or one row per trajectory where packing is no cheaper."""
+        prefix = self._shared_prompt(group) if self._share_prompts else 0
+        for count in range(1, len(group) if prefix else 0):
+            rows = _spread(group, prefix, count)
+            if all(len(row) == 1 or _packed_length(row, prefix) <= self._max_tokens for row in rows):
+                if all(self._is_cheaper(row, prefix) for row in rows):
+                    return rows
+                break
+        return [[trajectory] for trajectory in group]
 
-    def _is_cheaper(self, packed: int, prefix: int, lengths: Sequence[int]) -> bool:
-        """Whether a row of `packed` tokens costs less than rows of these `lengths`, which share the `prefix`."""
+    def _is_cheaper(self, row: Sequence[Trajectory], prefix: int) -> bool:
+        """Whether a row of trajectories that share the `prefix` costs less than a row for each."""
+        lengths, packed = list(map(len, row)), _packed_length(row, prefix)
         squares = sum(length**2 for length in lengths)
         if packed**2 <= _MAX_ATTENTION * squares:
             return True
@@ -211,6 +212,18 @@ def count_images(token_ids: np.ndarray, images: Sequence[EncodedImage], layout: 
     """How many of the images have all of their tokens in these ids."""
     ends = np.cumsum([layout.num_features(image.width, image.height) for image in images])
     return int(np.searchsorted(ends, int((token_ids == layout.image_token_id).sum()), side="right"))
+
+
+def _packed_length(row: Sequence[Trajectory], prefix: int) -> int:
+    return prefix + sum(len(trajectory) - prefix for trajectory in row)
+
+
+def _spread(group: Sequence[Trajectory], prefix: int, count: int) -> list[Sequence[Trajectory]]:
+    """The group as `count` rows of about the same length: the longest first, each to the row that is the shortest."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    for number in sorted(range(len(group)), key=lambda number: len(group[number]), reverse=True):
+        min(rows, key=lambda row: _packed_length([group[one] for one in row], prefix)).append(number)
+    return [[group[number] for number in sorted(row)] for row in rows]
 
 
 def _prompt_length(trajectory: Trajectory) -> int:

@@ -80,10 +80,10 @@ _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 _AMPERE = (8, 0)  # the first GPUs with flash attention
 
 
-def _takes_sequences(query: Tensor) -> bool:
-    """Whether flash attention over sequences of different lengths can compute it."""
-    is_wide = query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] > 256
-    return query.is_cuda and not is_wide and torch.cuda.get_device_capability(query.device) >= _AMPERE
+def takes_sequences(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash attention computes sequences of different lengths there, so that packed rows are one call."""
+    is_wide = dtype not in (torch.bfloat16, torch.float16) or head_dim > 256
+    return device.type == "cuda" and not is_wide and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 NAME = "rl_vlm_segments"  # as transformers knows it
@@ -226,7 +226,7 @@ def segment_attention(
     packed = segments.later
     if not packed:
         return causal(query, key, value), None
-    if _takes_sequences(query):
+    if takes_sequences(query.device, query.dtype, query.shape[-1]):
         return segments.sequences.attend(query, key, value, scaling), None
     by_number: dict[int, Tensor] = {}
     plain = [number for number in range(len(query)) if number not in packed]

@@ -36,10 +36,10 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import attention
 from rl_vlm.models.attention import SegmentLayout, dense_mask, segment_attention
-from rl_vlm.models.families import qwen_vl
+from rl_vlm.models.families import generic, qwen_vl
 from rl_vlm.models.families.qwen_vl import ImageProcessorSpec, frame_patches
 from rl_vlm.models.images import ReadAhead, TextSide, UnusableImageError
-from rl_vlm.types import EncodedImage, Trajectory
+from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 
 TEMPERATURE = 0.7
 
@@ -156,6 +156,39 @@ def test_a_group_is_packed_only_where_that_is_cheaper(text: TextSide) -> None:
     assert rows(builder_of(text).build([members])) == 8
 
 
+def trajectory_of(prompt: int, reply: int, name: str) -> Trajectory:
+    """Tokens without meaning."""
+    ids, mask = np.arange(prompt + reply, dtype=np.int32) % 200, np.arange(prompt + reply) >= prompt
+    turns = (Turn(prompt, prompt + reply, 0, StopReason.END_OF_TURN),)
+    logprobs = np.zeros(prompt + reply, dtype=np.float32)
+    return Trajectory(name, ids, mask, logprobs, turns, TrajectoryStatus.COMPLETED)
+
+
+@pytest.mark.parametrize(("prompt", "reply", "rows_of_a_group"), [(1176, 1000, 2), (2176, 900, 2), (900, 2000, 3)])
+def test_a_group_that_is_too_long_becomes_few_rows_with_the_prompt_each(
+    text: TextSide, prompt: int, reply: int, rows_of_a_group: int
+) -> None:
+    rng = np.random.default_rng(5)
+    replies = rng.normal(reply, reply / 8, (8, 8)).astype(int)
+    groups = [[trajectory_of(prompt, size, f"{k}.{n}") for n, size in enumerate(row)] for k, row in enumerate(replies)]
+    batches = BatchBuilder(text, 8192, width=2048).build(groups)
+    best = len(groups) * rows_of_a_group * prompt + replies.sum()
+    assert best <= sum(micro.input_ids.size for micro in batches) <= 1.03 * best
+    assert all(micro.input_ids.size <= 8192 for micro in batches)
+    assert sorted(name for micro in batches for name in micro.trajectory_ids) == sorted(
+        one.trajectory_id for group in groups for one in group
+    )
+
+
+def test_sixteen_bits_on_a_gpu_never_get_a_dense_mask(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the rows of a group are one call, however short its replies are."""
+    backbone = adapted_policy(tiny_folder, learner__attention="auto").backbone
+    short = packed([[5, *[3] * 8]])
+    assert isinstance(backbone.attention(short), Tensor)
+    monkeypatch.setattr(generic, "takes_sequences", lambda *_: True)
+    assert isinstance(backbone.attention(short), SegmentLayout)
+
+
 # --- Attention by segments equals the dense mask: in the function alone, and in the model over random groups, images and turns
 
 
@@ -194,7 +227,7 @@ def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: 
     sides = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     with (
-        mock.patch.object(attention, "_takes_sequences", lambda query: as_on_a_gpu),
+        mock.patch.object(attention, "takes_sequences", lambda *_: as_on_a_gpu),
         mock.patch.object(attention, "varlen_attn", by_sequence),
     ):
         ours, _ = segment_attention(module, *sides, None, scaling=0.3, segments=SegmentLayout.of(segments))

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rl_vlm.models.attention import NAME, SegmentLayout, dense_mask, segment_attention
+from rl_vlm.models.attention import NAME, SegmentLayout, dense_mask, segment_attention, takes_sequences
 from rl_vlm.models.images import ImageLayout, ReadAhead
 from rl_vlm.models.kernels import wide_product
 from rl_vlm.models.modules import HeadDType, text_model, towers
@@ -181,7 +181,11 @@ class Backbone:
             return torch.from_numpy(segments >= 0).to(self.device)
         if self._attention != "dense":
             layout = SegmentLayout.of(segments, self.device)
-            if self._attention == "segments" or layout.is_faster(segments.shape[1], _CALL_COST[self.device.type]):
+            known = self._settings
+            head_dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
+            is_one_call = takes_sequences(self.device, self.model.dtype, head_dim)
+            call_cost = 0 if is_one_call else _CALL_COST[self.device.type]
+            if self._attention == "segments" or layout.is_faster(segments.shape[1], call_cost):
                 return layout
         return dense_mask(torch.from_numpy(segments).to(self.device))
 
