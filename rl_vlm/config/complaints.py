@@ -80,9 +80,9 @@ def _as_argument(section: type[Section], parent: str, name: str) -> str:
     for key, field in section.model_fields.items():
         listed = next(iter(get_args(field.annotation)), None)  # such as a reward function
         if key == "kwargs":
-            return f" If it is an argument, it is {parent}kwargs.{name}."
+            return f" An argument of the environment (docs/environments.md) is {parent}kwargs.{name}."
         if "kwargs" in getattr(listed, "model_fields", ()):
-            return f" If it is an argument, it is one of the kwargs in {parent}{key}."
+            return f" An argument of a function is one of the kwargs in {parent}{key}."
     return ""
 
 
@@ -92,7 +92,7 @@ def _of_any_kind(key: str) -> bool:
 
 def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhere: Sequence[str]) -> str:
     """What to write in place of an unknown key, in a sentence or two; "" if there is no telling. A key that is no
-    neighbour has the name alone in common: its meaning is quoted, after the `argument`."""
+    neighbour has the name alone in common: its meaning is quoted, before the `argument`."""
     name = key.removeprefix(parent).rpartition(".")[2].lower().replace("-", "_")
     if name in OF_ANYTHING and parent and not beside:
         name = parent.split(".")[-2]
@@ -107,7 +107,7 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
     like = like or _nearest(name, [one for one in everywhere if one in meanings], 1.0)
     if like and not (argument and like.count(".") > 2):  # so far inside it is less likely than an argument
         meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")' if like in meanings else ""
-        return f"{argument} Did you mean {like}{meaning}?".lstrip()
+        return f"Did you mean {like}{meaning}?{argument}"
     return ""
 
 

@@ -28,8 +28,14 @@ def _rows() -> dict[str, dict[str, str]]:
 def _row(key: str) -> dict[str, str]:
     parts = key.replace("-", "_").split(".")
     row = next((row for k in range(len(parts)) if (row := _rows().get(".".join(parts[k:])))), None)
-    alike = difflib.get_close_matches(key, _rows(), 1, 0.8) if row is None and len(parts) > 1 else []
-    return row or (_rows()[alike[0]] if alike else {})
+    if row is None and len(parts) > 1:
+        row = _misspelt(key, 0.8)
+    return row or _misspelt(parts[-1], 0.9) or {}
+
+
+def _misspelt(key: str, cutoff: float) -> dict[str, str] | None:
+    alike = difflib.get_close_matches(key, _rows(), 1, cutoff)
+    return _rows()[alike[0]] if alike else None
 
 
 def counterparts(key: str, known: Collection[str]) -> list[str]:
