@@ -80,7 +80,7 @@ def _as_argument(section: type[Section], parent: str, name: str) -> str:
     for key, field in section.model_fields.items():
         listed = next(iter(get_args(field.annotation)), None)  # such as a reward function
         if key == "kwargs":
-            return f" An argument of the environment (docs/environments.md) is {parent}kwargs.{name}."
+            return f" An argument of the environment is {parent}kwargs.{name}; the list of them answers a wrong one."
         if "kwargs" in getattr(listed, "model_fields", ()):
             return f" An argument of a function is one of the kwargs in {parent}{key}."
     return ""
@@ -104,9 +104,10 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
     if like in siblings:
         return f"Did you mean {like}?"
     meanings = _meanings()  # of values: sections and what is in a list have none
-    like = like or _nearest(name, [one for one in everywhere if one in meanings], 1.0)
-    if like and not (argument and like.count(".") > 2):  # so far inside it is less likely than an argument
-        meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")' if like in meanings else ""
+    if like := like or _nearest(name, [one for one in everywhere if one in meanings], 1.0):
+        meaning = f" (a section: `rl-vlm config {like}` lists its keys)"
+        if like in meanings:
+            meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")'
         return f"Did you mean {like}{meaning}?{argument}"
     return ""
 

@@ -26,8 +26,11 @@ def check_arguments(env_id: str, factory: Callable[..., Any], kwargs: Mapping[st
     try:
         signature.bind(**kwargs)
     except TypeError as error:
+        correct = "correct env.kwargs, or --env-arg"
+        if "data" in kwargs and "data" not in signature.parameters:
+            correct = "leave env.data out, or set env.id to an environment that reads data, such as QA-v0"
         raise UserInputError(
-            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs, or --env-arg. It takes "
+            f"Environment {env_id} does not take these arguments ({error}): {correct}. It takes "
             f"{', '.join(signature.parameters) or 'none'}."
         ) from error
     cls = getattr(factory, "func", factory)  # an adapter's class, whose first argument is what the id names
