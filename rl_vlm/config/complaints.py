@@ -54,6 +54,9 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
     else:
         shown = repr(error.get("input"))
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        if error["type"] == "model_type" and key:
+            yield f"Config key {key}: it is a section, whose keys `rl-vlm config {key}` lists; got {shown}."
+            return
         yield f"Config key {key or 'file'}: {error['msg'][0].lower()}{error['msg'][1:]}; got {shown}."
 
 
@@ -80,9 +83,9 @@ def _as_argument(section: type[Section], parent: str, name: str) -> str:
     for key, field in section.model_fields.items():
         listed = next(iter(get_args(field.annotation)), None)  # such as a reward function
         if key == "kwargs":
-            return f" An argument of the environment is {parent}kwargs.{name}; the list of them answers a wrong one."
+            return f" An argument of the environment would be {parent}kwargs.{name}."
         if "kwargs" in getattr(listed, "model_fields", ()):
-            return f" An argument of a function is one of the kwargs in {parent}{key}."
+            return f" An argument of a function would be one of the kwargs in {parent}{key}."
     return ""
 
 
@@ -103,8 +106,8 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
     like = typo or _nearest(name, beside if parent else siblings, 0.78)
     if like in siblings:
         return f"Did you mean {like}?"
-    meanings = _meanings()  # of values: sections and what is in a list have none
-    if like := like or _nearest(name, [one for one in everywhere if one in meanings], 1.0):
+    meanings = _meanings()  # not of sections, nor of what is in a list
+    if like := like or _nearest(name, [one for one in everywhere if one.rpartition(".")[0] not in meanings], 1.0):
         meaning = f" (a section: `rl-vlm config {like}` lists its keys)"
         if like in meanings:
             meaning = f' ("{meanings[like].partition(". ")[0].removesuffix(".")}")'

@@ -34,8 +34,13 @@ def _row(key: str) -> dict[str, str]:
 
 
 def _misspelt(key: str, cutoff: float) -> dict[str, str] | None:
-    alike = difflib.get_close_matches(key, _rows(), 1, cutoff)
-    return _rows()[alike[0]] if alike else None
+    """The row of the name that is most like a key, in its last part too."""
+    last = key.rpartition(".")[2]
+    for name in difflib.get_close_matches(key, _rows(), 3, cutoff):
+        end = name.rpartition(".")[2]
+        if last in end or difflib.get_close_matches(last, [end], 1, 0.75):
+            return _rows()[name]
+    return None
 
 
 def counterparts(key: str, known: Collection[str]) -> list[str]:
