@@ -39,7 +39,7 @@ class Learned:
     skipped: int = 0  # steps
     grown: list[float] = field(
         default_factory=list
-    )  # MiB of memory of its own that each process took for the prepared policy
+    )  # MiB of memory of its own that each process holds after the updates
 
 
 def learn(
@@ -82,8 +82,8 @@ def learn(
             process.join()
     first = results[0]
     for other in results[1:]:
-        for name, tensor in first.adapter.items():
-            np.testing.assert_array_equal(other.adapter[name], tensor, err_msg=f"learners differ: {name}")
+        for name, tensor in other.adapter.items():
+            np.testing.assert_array_equal(first.adapter[name], tensor, err_msg=f"learners differ: {name}")
     first.passes = [result.passes[0] for result in results]
     first.held = [result.held[0] for result in results]
     first.grown = [result.grown[0] for result in results]
@@ -145,7 +145,6 @@ def _learned(
         randomize(policy, 1, 0.05)
     updater = PolicyUpdater(policy, run)
     strategy = make_strategy(run.learner, policy, make_optimizer(policy, run))
-    grown = _own_memory() - before
     if start is not None:
         policy.trained.load({name: torch.from_numpy(array) for name, array in start.adapter.items()})
         strategy.restore({name: torch.from_numpy(array) for name, array in start.moments.items()})
@@ -163,10 +162,12 @@ def _learned(
                     micro_batches[0].weight *= np.float32("nan")
                 if updater.step(strategy, micro_batches, run.learner.max_grad_norm, stats):
                     norms.append(stats["policy/grad_norm"] - before)
+    grown = _own_memory() - before
     moments = {name: tensor.numpy() for name, tensor in strategy.state().items()}
-    trajectory = groups(folder, 99)[0].trajectories[0]
+    trajectory, payload = groups(folder, 99)[0].trajectories[0], policy.payload(1)
+    whole = payload.state() if payload.tensors else {}  # of shards the first learner alone has all
     return Learned(
-        {name: tensor.numpy() for name, tensor in policy.payload(1).state().items()},
+        {name: tensor.numpy() for name, tensor in whole.items()},
         moments,
         norms,
         stats["tokens"],

@@ -67,11 +67,11 @@ class LearnerSection(LearnerActors, OptimizerSection):
         OnlyWith(("offload_params",), "strategy", ("fsdp2", "zero3")),
     )
 
-    # single: one learner; all_reduce: gradients are added; fsdp2: frozen layers are sharded; zero1, zero2, zero3:
+    # single: one learner; all_reduce: gradients are added; fsdp2: the layers are sharded; zero1, zero2, zero3:
     # DeepSpeed shards optimiser, gradients, frozen layers. null: single or all_reduce, by num_learners.
     strategy: Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"] | None = None
     offload_optimizer: bool = False  # Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3.
-    offload_params: bool = False  # Keep the shards of the frozen layers in host memory; fsdp2 and zero3.
+    offload_params: bool = False  # Keep the shards of the layers in host memory; fsdp2 and zero3.
     # Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     # Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it anyway.

@@ -129,8 +129,10 @@ class PolicyConfig(CommonConfig):
             yield f"serving.shared serves several policies on one set of weights, which {full} changes: leave it out"
         if serving.quantization != "none":
             yield f"serving.quantization {serving.quantization} would be undone by {full}: set it to none"
-        if self.learner.in_step:
-            yield f"learner.strategy {self.learner.strategy} shards frozen weights, and {full} has none: use all_reduce"
+        if self.learner.zero_stage:
+            yield f"learner.strategy {self.learner.strategy} shards frozen weights, and {full} has none: use fsdp2"
+        if self.learner.strategy == "fsdp2" and (self.learner.optimizer == "adafactor" or self.learner.ema_decay):
+            yield f"{full} with learner.strategy fsdp2 has neither adafactor nor learner.ema_decay: leave them out"
         if self.critic is not None and self.critic.kind == "adapter":
             yield f"critic.kind adapter needs frozen weights, of which {full} has none: use critic.kind head"
         if serving.expected_engine == "vllm" and self.rollout.in_flight_updates == "keep":

@@ -119,8 +119,10 @@ class VLMLearner(TorchLearner):
                         move_average(self._average, self.policy.trained.weights(), decay)
             if batch.record:
                 result.tokens = self.updater.record(packed)
-            if self._learner_index in (None, 0):
-                result.adapter = self.policy.payload(batch.version, dtype=self._published_dtype)
+            is_first = self._learner_index in (None, 0)
+            if is_first or (self._run.trains_full and self._run.learner.shards_layers):  # all take part in gathering
+                payload = self.policy.payload(batch.version, dtype=self._published_dtype)
+                result.adapter = payload if is_first else None
         result.stats.add({"memory/learner": _memory_gib(self.policy.backbone.device)})
         if self._run.serving.vllm.rest_while_learning and self.policy.backbone.device.type == "cuda":
             torch.cuda.empty_cache()  # a replica takes turns with this learner

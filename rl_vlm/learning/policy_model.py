@@ -43,7 +43,7 @@ class PolicyModel:
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         shards_layers = isinstance(run, PolicyConfig) and run.learner.shards_layers
         self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards_layers)
-        self.trained = self._train(folder, run)
+        self.trained = self._train(folder, run, device)
         self.parameters = self.trained.parameters  # float32, without a critic's
         if run.model.adapter is not None:
             self.load(initial_adapter(run.model))
@@ -62,20 +62,25 @@ class PolicyModel:
         self.backbone.choose_attention(run.learner.attention)
         section = run.critic if isinstance(run, PolicyConfig) else None
         self.critic = self._make_critic(section, run.seed) if section is not None else None
-        if shards_layers:
+        if shards_layers and self.lora is not None:
             # What is trained was made where the layers are, and is whole in every learner.
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
 
-    def _train(self, folder: Path, run: PolicyConfig | SFTConfig) -> LoraTraining | FullTraining:
+    def _train(self, folder: Path, run: PolicyConfig | SFTConfig, target: str) -> LoraTraining | FullTraining:
         if run.model.train == "full":
             dtype, device = run.model.dtype, str(next(self.model.parameters()).device)
-            return FullTraining(
-                self.model,
-                run.model.path,
-                lambda: {name: p.data for name, p in load_model(folder, dtype, device).named_parameters()},
-                keep_base=isinstance(run, PolicyConfig) and run.algorithm.has_reference,
-            )
+            keep_base = isinstance(run, PolicyConfig) and run.algorithm.has_reference
+
+            def reload() -> dict[str, Tensor]:
+                return {name: p.data for name, p in load_model(folder, dtype, device).named_parameters()}
+
+            if isinstance(run, PolicyConfig) and run.learner.shards_layers:
+                from rl_vlm.learning.sharded_training import ShardedTraining  # takes long to import
+
+                offload = run.learner.offload_params
+                return ShardedTraining(self.model, run.model.path, reload, keep_base, target, offload)
+            return FullTraining(self.model, run.model.path, reload, keep_base)
         lora = run.model.lora
         self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules, self.model)
         self.lora.base_model_name_or_path = str(folder)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.policy_model import PolicyModel
@@ -30,17 +31,28 @@ class FSDP2(AllReduce):
 
     def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer, learner: LearnerSection) -> None:
         super().__init__(policy, optimizer)
-        decoder = text_model(policy.model)
-        device = policy.backbone.device.type
-        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-        offload = CPUOffloadPolicy(pin_memory=device == "cuda") if learner.offload_params else OffloadPolicy()
         whole = {parameter for parameter in policy.model.parameters() if parameter.requires_grad}
-        for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=offload)
-        # The root owns no parameter; it lets the layers share streams and gather ahead of each other.
-        shard = torch.distributed.tensor.DTensor
-        whole.update(parameter for parameter in decoder.parameters() if not isinstance(parameter, shard))
-        fully_shard(decoder, mesh=mesh, ignored_params=whole)
+        shard_layers(policy.model, policy.backbone.device.type, learner.offload_params, whole)
+
+
+def shard_layers(
+    model: nn.Module,
+    device: str,
+    offload: bool,
+    whole: set[nn.Parameter],
+    precision: MixedPrecisionPolicy | None = None,
+) -> None:
+    """Divide the decoder's layers among all learners, without the parameters that stay `whole`."""
+    decoder, mesh = text_model(model), init_device_mesh(device, (torch.distributed.get_world_size(),))
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": precision or MixedPrecisionPolicy()}
+    settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
+    for layer in decoder.layers:
+        if precision is not None:
+            layer.float()
+        fully_shard(layer, reshard_after_forward=True, ignored_params=whole, **settings)
+    # The root owns no parameter; it lets the layers share streams and gather ahead of each other.
+    whole.update(parameter for parameter in decoder.parameters() if not isinstance(parameter, DTensor))
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

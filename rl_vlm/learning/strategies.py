@@ -38,7 +38,7 @@ class Strategy:
         stepped = every if groups is None else [every[k] for k in groups]
         self._sum_gradients([parameter for parameters in stepped for parameter in parameters])
         # Each group by itself: large gradients of a critic must not shrink the policy's.
-        norms = [float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)) for parameters in stepped]
+        norms = [self._clip(parameters, max_grad_norm) for parameters in stepped]
         finite = all(map(math.isfinite, norms))
         if finite:
             self._optimizer.step()
@@ -49,6 +49,10 @@ class Strategy:
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace gradients by their sum over all learners; one learner has nothing to add."""
+
+    def _clip(self, parameters: Sequence[torch.nn.Parameter], max_grad_norm: float) -> float:
+        """Scale gradients down to that norm; returns the norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
 
     def state(self) -> dict[str, Tensor]:
         """The optimiser's state as CPU tensors by name (`exp_avg.3`), whatever the number of learners."""

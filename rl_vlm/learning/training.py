@@ -76,8 +76,11 @@ class FullTraining:
     def load(self, state: Mapping[str, Tensor]) -> None:
         check_fits(state, self._own, "The checkpoint")
         for name, master in self._masters.items():
-            master.copy_(state[name])
+            self._put(master, state[name])
         self.stepped()
+
+    def _put(self, master: Tensor, value: Tensor) -> None:
+        master.copy_(value)
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
         return FullPayload.build(version, weights, self._base_name, dtype)
@@ -91,14 +94,19 @@ class FullTraining:
     @contextmanager
     def base(self) -> Iterator[None]:
         base = self._kept if self._kept is not None else self._reload()
-        trained = {name: own.data for name, own in self._own.items()}
+        trained: dict[str, Tensor] = {}
         try:
             for name, own in self._own.items():
-                own.data = base[name]
+                trained[name] = self._swap(own, base[name])
             yield
         finally:
-            for name, own in self._own.items():
-                own.data = trained[name]
+            for name, value in trained.items():
+                self._swap(self._own[name], value)
+
+    def _swap(self, own: Tensor, value: Tensor) -> Tensor:
+        """Put a value in the place of a parameter's; returns what it was."""
+        before, own.data = own.data, value
+        return before
 
 
 def _master(own: nn.Parameter) -> nn.Parameter:

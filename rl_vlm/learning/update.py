@@ -241,6 +241,10 @@ class PolicyUpdater:
 def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:
     """The strategy of a learner group, before the first step."""
     if learner.strategy == "fsdp2" or learner.zero_stage:
+        if policy.lora is None:
+            from rl_vlm.learning.sharded_training import FullFSDP2
+
+            return FullFSDP2(policy, optimizer)
         from rl_vlm.learning import sharded  # takes long to import
 
         return (sharded.Zero if learner.zero_stage else sharded.FSDP2)(policy, optimizer, learner)

@@ -146,7 +146,7 @@ def load_model(
     decoder = text_model(model)
     layers = decoder.layers
     if layers_on_host:
-        del decoder.layers
+        decoder.layers = type(layers)()  # in their place, so that the order of parameters stays
     if quantization == "none":
         model.to(device)
     if layers_on_host:

@@ -36,8 +36,19 @@ def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
     content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     body = content[len(header) :]
     for name, (begin, end, kind) in places.items():
-        body[begin:end].view(kind).view(state[name].shape).copy_(state[name].detach())
+        body[begin:end].view(kind).view(state[name].shape).copy_(_whole(state[name].detach(), kind))
     return content.numpy().data.toreadonly()
+
+
+def take_part_in_packing(state: Mapping[str, Tensor], dtype: str | None = None) -> None:
+    """What the other processes do that hold shards of the tensors that one of them packs."""
+    for name, (_, _, kind) in _layout(state, dtype)[1].items():
+        _whole(state[name].detach(), kind)
+
+
+def _whole(tensor: Any, kind: dtype) -> Tensor:
+    """The tensor itself; one that is divided among processes (a DTensor) is gathered in its type to be."""
+    return tensor.to(kind).full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:

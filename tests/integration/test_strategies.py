@@ -83,17 +83,66 @@ def test_two_learners_make_the_full_update_of_one(tiny_folder: Path) -> None:
         np.testing.assert_array_equal(again.moments[name], array, err_msg=name)
 
 
+FULL = {"model__train": "full", "learner__lr": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(2, 1), *(pytest.param(*both, marks=pytest.mark.acceptance) for both in [(1, 2), (4, 2)])]
+)
+def test_sharded_masters_make_the_full_update_of_one_process(tiny_folder: Path, first: int, second: int) -> None:
+    """All weights, with a reference; what some learners saved others continue."""
+
+    def some(learners: int, updates: list[int], **more: Any) -> Learned:
+        strategy = "fsdp2" if learners > 1 else None
+        return learn(tiny_folder, learners, updates, learner__strategy=strategy, **FULL, **more)
+
+    half = some(first, [0])
+    again = some(second, [1], start=half)
+    check_equal(replace(again, norms=half.norms + again.norms), some(1, [0, 1]))
+
+
 @pytest.mark.acceptance
-def test_no_learner_takes_memory_for_the_whole_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{"offload_params": True}, {"gradient_checkpointing": True}])
+def test_sharded_masters_by_other_ways(tiny_folder: Path, more: dict[str, Any]) -> None:
+    found = group(tiny_folder, 2, [0, 1], {"strategy": "fsdp2", "lr": 1e-4, **more}, model__train="full")
+    check_equal(found, learn(tiny_folder, 1, [0, 1], **FULL))
+
+
+@pytest.mark.acceptance
+def test_sharded_masters_in_bfloat16(tiny_folder: Path) -> None:
+    """Gradients are rounded at other places: the updates agree as far as bfloat16 does."""
+    dtype = {"model__dtype": "bfloat16"}
+    alone = learn(tiny_folder, 1, [0, 1], **FULL, **dtype)
+    found = learn(tiny_folder, 2, [0, 1], learner__strategy="fsdp2", **FULL, **dtype)
+    np.testing.assert_allclose(found.norms, alone.norms, rtol=0.02)
+    start = learn(tiny_folder, 1, [], **FULL, **dtype)
+    moved = np.concatenate([(alone.adapter[name] - start.adapter[name]).ravel() for name in start.adapter])
+    apart = np.concatenate([(alone.adapter[name] - found.adapter[name]).ravel() for name in start.adapter])
+    assert np.linalg.norm(apart) < 0.2 * np.linalg.norm(moved)
+
+
+@pytest.mark.acceptance
+def test_four_learners_hold_a_quarter_of_what_is_trained(tmp_path: Path) -> None:
+    wide_model(tmp_path)
+    (alone,) = learn(tmp_path, 1, [0], **FULL).grown
+    assert max(learn(tmp_path, 4, [0], learner__strategy="fsdp2", **FULL).grown) < 0.35 * alone
+
+
+def wide_model(folder: Path) -> tuple[float, float]:
+    """A model with most of its weights in its layers; MiB of these, and of the rest."""
     plain = tiny.build_processor()
     model = tiny.build_model(0, plain.tokenizer, "wide")
     model.config.text_config.update({"intermediate_size": 32768, "num_hidden_layers": 8})
     model = type(model)(model.config)
-    model.save_pretrained(tmp_path)
-    plain.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    plain.save_pretrained(folder)
     layers = sum(parameter.numel() for parameter in model.model.language_model.layers.parameters()) * 4 / 2**20
-    rest = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20 - layers
-    del model
+    return layers, sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20 - layers
+
+
+@pytest.mark.acceptance
+def test_no_learner_takes_memory_for_the_whole_model(tmp_path: Path) -> None:
+    layers, rest = wide_model(tmp_path)
     assert layers > 150 > rest
     for grown in group(tmp_path, 2, [], {"strategy": "fsdp2"}).grown:
         assert layers / 2 < grown < layers / 2 + rest + 60

@@ -185,6 +185,21 @@ def test_sharded_layers_let_several_cards_hold_what_one_does_not(strategy: str, 
     assert sizes(plan_memory(whole, shape, gib(79.15)))["learner", "weights"] == layers + rest
 
 
+@pytest.mark.parametrize(("size", "cards"), [("8b", 8), ("8b", 4)])
+def test_all_weights_of_a_large_model_are_trained_on_cards_of_80_gb(size: str, cards: int) -> None:
+    """A learner on each, which holds a part of the layers with its masters, gradients and moments."""
+    shape = shape_of_config(PUBLISHED[size])
+    run = recipe("geo3k_qwen3vl_8b", "model.train=full", "learner.lr=1e-6", "learner.strategy=fsdp2",
+                 f"learner.num_learners={cards}", "learner.gpus_per_learner=1", "learner.gradient_checkpointing=true",
+                 "serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.85")  # fmt: skip
+    plan = plan_memory(run, shape, gib(79.15))
+    assert plan.fits
+    layers, rest = shape.text.parameters, shape.parameters - shape.text.parameters
+    held = sizes(plan)["learner", "masters and optimiser"]
+    assert held == pytest.approx(16 * (rest + layers // cards) + 2 * shape.text.embedding)
+    assert sizes(plan)["learner", "weights"] == pytest.approx(2 * (rest + 2 * layers // shape.text.layers))
+
+
 def test_checkpointing_saves_all_layers_but_one() -> None:
     shape = shape_of_config(PUBLISHED["4b"])
     with_it, without = (

@@ -41,29 +41,38 @@ def held_by_learner(config: CommonConfig, shape: ModelShape) -> list[Part]:
 
 
 def _weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
-    learner, layers = config.learner, shape.text.parameters
+    rest, layers, own = _shares(config, shape)
     detail = f"{amount(shape.parameters)} in {config.model.dtype}"
-    held = shape.parameters
-    if learner.shards_layers:
-        shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
-        held += _GATHERED * layers // shape.text.layers + shard - layers
+    held, reference = shape.parameters * element, shape.parameters * element
+    if config.learner.shards_layers:
+        shard = 0 if config.trains_full else own * element  # trained ones are the masters
+        held = (rest + _GATHERED * layers // shape.text.layers) * element + shard
+        reference = rest * element + 4 * own
         detail += ", its layers sharded"
-    elif config.trains_full and config.algorithm.has_reference:  # the frozen base model, for the KL penalty
-        held *= 2
+    if config.trains_full and config.algorithm.has_reference:  # the frozen base model, for the KL penalty
+        held += reference
         detail += ", and once more as reference"
-    return Part("weights", held * element, detail)
+    return Part("weights", held, detail)
+
+
+def _shares(config: PolicyConfig, shape: ModelShape) -> tuple[int, int, int]:
+    """Parameters outside the decoder's layers, in them, and in what a learner holds of them on its GPU."""
+    learner, layers = config.learner, shape.text.parameters
+    own = layers // max(learner.num_learners, 1) if learner.shards_layers else layers
+    return shape.parameters - layers, layers, 0 if learner.offload_params else own
 
 
 def _trained(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     learner, critic, full = config.learner, config.critic, config.trains_full
     head = (shape.text.hidden + 1) * (critic.hidden or 1) + (critic.hidden and critic.hidden + 1) if critic else 0
     lora = shape.lora_parameters(config.model.lora.rank, config.model.lora.target_modules)
-    trained = shape.parameters if full else lora * (2 if critic and critic.kind == "adapter" else 1)
+    rest, _, own = _shares(config, shape)
+    trained = rest + own if full else lora * (2 if critic and critic.kind == "adapter" else 1)
     moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
     averages = (shape.parameters if full else lora) if learner.ema_decay is not None else 0
     size = 4 * ((trained + head) * (2 + moments) + averages)
     if full and element == 4:  # the weights themselves are the masters
-        size -= 4 * trained
+        size -= 4 * (rest if learner.shards_layers else trained)
     elif full:  # a parameter's own gradient is freed as soon as it is added
         size += shape.text.embedding * element
     name = "masters and optimiser" if full else "LoRA and optimiser"
