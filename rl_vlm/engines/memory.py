@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rl_vlm.config import CommonConfig, PolicyConfig
-from rl_vlm.engines.sizes import PREFILL_TOKENS, VLLM_RANKS
+from rl_vlm.engines.sizes import PREFILL_TOKENS, VLLM_RANKS, graph_sizes
+from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.parts import CONTEXT, Part, frozen_tower, held_by_learner, published_bytes, total_of
 from rl_vlm.models.memory.shape import ELEMENT, GIB, ModelShape, amount, gib
 
@@ -11,7 +12,7 @@ KV = "keys and values"
 _VLLM_LOGITS, _OUR_LOGITS = 3, 8  # copies of float32 logits, while a token is drawn
 _FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
 _TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
-_GRAPHS = gib(0.6)  # CUDA graphs of vLLM, with LoRA
+_GRAPH_LAYER = 200 << 10  # bytes of a decoder layer in one CUDA graph
 
 
 def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
@@ -60,13 +61,25 @@ def _vllm(config: CommonConfig, shape: ModelShape) -> list[Part]:
     logits = settings.max_num_seqs * text.vocab * 4 * _VLLM_LOGITS
     activations = tokens * (4 * text.hidden + 3 * text.width) * element + logits
     parts.append(Part("activations", activations, f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits"))
-    # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
-    kept = tokens * text.hidden * (1 + len(shape.tower.deepstack)) * element
-    images = shape.tower.pass_bytes(element, tokens * shape.tower.merge**2) + kept
-    parts.append(Part("images", images, f"{tokens} image tokens encoded, and as many kept"))
+    # At its start vLLM encodes a step's tokens of images or one image of the largest size, and keeps the features. The
+    # language model has buffers for those of a step's deep stack.
+    tower = shape.tower
+    encoded, levels = max(tokens, _largest_image(config, shape)), len(tower.deepstack)
+    kept = (encoded * (1 + levels) + tokens * levels) * text.hidden * element
+    images = tower.pass_bytes(element, encoded * tower.merge**2) + kept
+    parts.append(Part("images", images, f"{encoded} image tokens encoded, and as many kept"))
     if not settings.enforce_eager and config.serving.gpus_per_replica:
-        parts.append(Part("CUDA graphs", _GRAPHS, "an estimate"))
+        # Of decoding and of mixed steps, and of each with adapters and without.
+        graphs = 2 * len(graph_sizes(settings.max_num_seqs)) * (1 if config.trains_full else 2)
+        parts.append(Part("CUDA graphs", graphs * text.layers * _GRAPH_LAYER, f"{graphs} graphs, an estimate"))
     return parts
+
+
+def _largest_image(config: CommonConfig, shape: ModelShape) -> int:
+    """Tokens of the largest image by `model.max_pixels`, else by the processor's limit."""
+    if config.model.max_pixels is None:
+        return family_of(shape.family).image_tokens
+    return config.model.max_pixels // (shape.tower.patch * shape.tower.merge) ** 2
 
 
 def vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:

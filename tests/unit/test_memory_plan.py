@@ -235,6 +235,25 @@ def test_keys_and_values_are_sized_where_the_gpu_is_shared() -> None:
     assert kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
 
 
+def test_a_replica_is_counted_as_vllm_starts_it() -> None:
+    """A patch of 2B's tower takes 33,792 bytes, and a token is 4 of them with features of 4 times 2,048 numbers."""
+    shape, kept = shape_of_config(PUBLISHED["2b"]), 4 * 2048 * 2
+
+    def part(name: str, *overrides: str) -> int:
+        parts = replica_parts(recipe("geo3k_qwen3vl_2b", *overrides), shape, None)
+        return sum(part.bytes for part in parts if part.name == name)
+
+    buffers = 8192 * 3 * 2048 * 2  # of a step's deep stack
+    # The processor allows images of 4096² pixels, 32² a token: more than a step's 8,192 tokens.
+    assert part("images", "model.max_pixels=null") == 16_384 * (4 * 33_792 + kept) + buffers
+    assert part("images", "model.max_pixels=1048576") == 8192 * (4 * 33_792 + kept) + buffers
+    # 1, 2, 4, 8, 16 to 256 samples: 35 sizes, each for decoding and for mixed steps, with adapters and without.
+    assert part("CUDA graphs") == 35 * 4 * 28 * 200 * 1024
+    assert part("CUDA graphs", "serving.vllm.max_num_seqs=100") == 16 * 4 * 28 * 200 * 1024
+    assert part("CUDA graphs", "model.train=full") == 35 * 2 * 28 * 200 * 1024
+    assert part("CUDA graphs", "serving.vllm.enforce_eager=true") == 0
+
+
 def test_the_transformers_engine_holds_adapters_beside_16_bit_weights() -> None:
     """Two versions in float32; in float32 they are merged, and the layers counted again."""
     run = gpus(1, 1, 1, 1, engine="transformers")
