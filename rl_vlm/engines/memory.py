@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_vlm.config import CommonConfig, PolicyConfig
+from rl_vlm.config.serving import FILLED
 from rl_vlm.engines.sizes import PREFILL_TOKENS, VLLM_RANKS, graph_sizes
 from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.parts import CONTEXT, Part, frozen_tower, held_by_learner, published_bytes, total_of
@@ -11,7 +12,7 @@ from rl_vlm.models.memory.shape import ELEMENT, GIB, ModelShape, amount, gib
 KV = "keys and values"
 _VLLM_LOGITS, _OUR_LOGITS = 3, 8  # copies of float32 logits, while a token is drawn
 _FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
-_TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
+_MEAN = 0.25  # of serving.max_context: a running sample is half written on average, and most end before their limit
 _GRAPH_LAYER = 200 << 10  # bytes of a decoder layer in one CUDA graph
 
 
@@ -25,8 +26,9 @@ def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> 
         if serving.max_kv_gib is not None:
             size = min(size, gib(serving.max_kv_gib))
     samples = size / sample_bytes(config, shape)
-    tokens = int(samples * serving.max_context)
-    return [*parts, Part(KV, size, f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}")]
+    tokens, mean = int(samples * serving.max_context), int(samples / _MEAN)
+    detail = f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}, {mean} of mean length"
+    return [*parts, Part(KV, size, detail)]
 
 
 def _rows(config: CommonConfig) -> int:
@@ -90,8 +92,8 @@ def vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
         return gib(serving.vllm.gpu_kv_cache_gib)
     if card is None:
         return sample_bytes(config, shape)  # the least
-    if isinstance(config, PolicyConfig) and serving.vllm.rest_while_learning:  # all that a learner leaves
-        share = int(card * _TAKEN) - total_of(held_by_learner(config, shape))
+    if config.takes_turns:  # all that a learner leaves
+        share = int(card * FILLED) - total_of(held_by_learner(config, shape))
     else:
         share = int(serving.memory_utilization * card)
     return max(share - total_of(_vllm(config, shape)), 0)

@@ -73,7 +73,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=serving.memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(config, read_shape(model), _card_bytes()) if on_gpu else None,
-        enable_sleep_mode=settings.rest_while_learning and on_gpu,
+        enable_sleep_mode=config.takes_turns and on_gpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",

@@ -60,7 +60,7 @@ def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> Me
     for kinds, same in itertools.groupby(placed or [["replica", "learner"] if config.serves else ["learner"]]):
         processes = [Process(kind, total_of(parts[kind]), parts[kind]) for kind in kinds]
         used = sum(process.bytes for process in processes)
-        turns = bool(placed) and config.serving.vllm.rest_while_learning and set(kinds) == {"replica", "learner"}
+        turns = bool(placed) and config.takes_turns and set(kinds) == {"replica", "learner"}
         if turns:
             keys = total_of(part for part in parts["replica"] if part.name == KV)
             used -= min(keys, total_of(part for part in parts["learner"] if part.name in OF_UPDATES))
@@ -77,7 +77,7 @@ def _starved(config: CommonConfig, shape: ModelShape, card: int | None) -> str:
     if card is None or not on_vllm or (size := vllm_kv(config, shape, card)) >= sample_bytes(config, shape):
         return ""
     advice = "use a larger GPU"
-    if not serving.vllm.rest_while_learning:
+    if not config.takes_turns:
         advice = f"raise serving.vllm.gpu_memory_utilization ({serving.memory_utilization:g}), or {advice}"
     return (
         f"A replica has {text(size)} of the GPU for keys and values, and one sample of serving.max_context "
