@@ -26,9 +26,16 @@ def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> 
         if serving.max_kv_gib is not None:
             size = min(size, gib(serving.max_kv_gib))
     samples = size / sample_bytes(config, shape)
-    tokens, mean = int(samples * serving.max_context), int(samples / _MEAN)
+    tokens, mean = int(samples * serving.max_context), samples_at_once(config, shape, size)
     detail = f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}, {mean} of mean length"
     return [*parts, Part(KV, size, detail)]
+
+
+def samples_at_once(config: CommonConfig, shape: ModelShape, size: int) -> int:
+    """Samples of mean length that one replica runs with `size` bytes for keys and values."""
+    serving = config.serving
+    most = serving.vllm.max_num_seqs if serving.expected_engine == "vllm" else serving.max_rows
+    return min(int(size / (_MEAN * sample_bytes(config, shape))), most)
 
 
 def _rows(config: CommonConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,29 @@ def test_every_recipe_fits_the_card_that_it_names(path: Path) -> None:
     assert card.left <= 0.05 * card.size
     mean = run.serving.max_context / 4 * shape_of(run.model.path).kv_bytes_per_token(2)
     assert sizes(plan)["replica", KV] >= 64 * mean  # samples at once
+
+
+def test_the_table_of_the_docs_is_what_the_plan_says() -> None:
+    script = runpy.run_path(str(CONFIGS.parent / "docs/memory_table.py"))
+    assert script["PAGE"].read_text() == script["page"]()  # python docs/memory_table.py writes it
+    rows = [line.strip("| ").split(" | ") for line in script["table"]().splitlines()]
+    # 2 × 2.13 * 10^9 bytes of weights, and 14.4 GiB at 112 KiB a token are 131 samples of 1,024.
+    assert rows[2][:3] == ["geo3k_2b, qa_2b, zoom_2b", "24 GB", "4.0"] and rows[2][10:12] == ["14.4", "131, 393, 786"]
+
+
+def test_a_plan_places_a_recipe_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "geo3k_qwen3vl_8b.yaml")
+    assert cli.run(["plan", config, "--gpu-gib", "79.15", "--gpus", "8"]) == 0
+    settings, *_ = capsys.readouterr().out.splitlines()
+    assert load_config(config, settings.split()).needed_gpus == 8
+    for more, counts in (["--gpus", "8"], [6, 2]), (["--gpus", "2"], [1, 1]), (["--gpus", "1"], [1]):
+        assert cli.run(["plan", config, "--gpu-gib", "79.15", "--json", *more]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert [card["count"] for card in plan["cards"]] == counts
+        assert plan["samples"] == (239 if counts == [1] else 256 * counts[0])
+    # One's own changes come after the placement.
+    assert cli.run(["plan", config, "--gpu-gib", "79.15", "--json", "--gpus", "8", "serving.num_replicas=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == 4
 
 
 def test_a_large_model_needs_several_cards() -> None:
