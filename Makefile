@@ -107,6 +107,7 @@ audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORI
 
 docs: install ## Build the site of the documentation into build/docs; unknown links are errors
 	$(BIN)/python docs/key_names.py
+	$(BIN)/python docs/memory_table.py
 	for page in configuration http_api errors; do $(BIN)/rl-vlm config --markdown --page $$page > docs/$$page.md || exit 1; done
 	$(BIN)/python -m typer rl_vlm.cli.app utils docs --name rl-vlm --title Commands --output docs/commands.md
 	$(UVX) --from sphinx==9.0.4 --with myst-parser==5.2.0 --with furo==2025.12.19 sphinx-build --quiet --fail-on-warning \

@@ -261,8 +261,8 @@ class PolicyAlgorithm(RunAlgorithm):
 
     @contextmanager
     def replicas_at_rest(self) -> Iterator[None]:
-        """Inside, the learner has the replicas' memory, where `serving.vllm.rest_while_learning` says so."""
-        if not self.run_config.serving.vllm.rest_while_learning:
+        """Inside, the learner has the replicas' memory, where they take turns."""
+        if not self.run_config.takes_turns:
             yield
             return
         version = self.version

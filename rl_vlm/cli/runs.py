@@ -46,17 +46,22 @@ def plan(
     gpu_gib: Annotated[
         float | None, typer.Option(min=1.0, help="Memory of a GPU; else this machine's, else model.gpu_memory_gib.")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Place the run on so many GPUs, and print the settings for that.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
     """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone.
 
     Code 1: it does not fit.
     """
-    run = load_run(config, overrides)
-    from rl_vlm.runs.memory import describe, make_plan
+    from rl_vlm.runs.memory import describe, make_plan, on_gpus
 
+    placement = on_gpus(gpus) if gpus else []
+    run = load_run(config, [*placement, *(overrides or ())])
     found = make_plan(run, gpu_gib)
-    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(describe(run, found)))
+    lines = [*filter(None, [" ".join(placement)]), *describe(run, found)]
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(lines))
     if not found.fits:
         raise typer.Exit(1)
 

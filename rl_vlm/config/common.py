@@ -66,6 +66,11 @@ class CommonConfig(Section, ABC):
         return False
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether a replica gives its memory of keys and values to the learner while that works."""
+        return False
+
+    @property
     def lora_rank(self) -> int:
         """Of the adapters that the run publishes."""
         return 1

@@ -92,7 +92,7 @@ class PolicyConfig(CommonConfig):
                 f"algorithm.overlong_buffer ({settings.overlong_buffer}) is the last part of rollout.max_new_tokens "
                 f"({rollout.max_new_tokens}), and answers end before it at max_turns x max_new_tokens_per_turn"
             )
-        if serving.vllm.rest_while_learning and not self._takes_turns:
+        if serving.vllm.rest_while_learning and not self._may_take_turns:
             yield (
                 "serving.vllm.rest_while_learning is for one replica and one learner on one GPU: set num_replicas to "
                 "1, serving.gpus_per_replica and learner.gpus_per_learner to 0.5, rollout.max_policy_lag to 0, and "
@@ -111,7 +111,15 @@ class PolicyConfig(CommonConfig):
         return [part.reward.judge for part in self.env.parts.values() if "judge" in part.reward.all_weights]
 
     @property
-    def _takes_turns(self) -> bool:
+    def takes_turns(self) -> bool:
+        serving, vllm = self.serving, self.serving.vllm
+        if vllm.rest_while_learning is not None:
+            return vllm.rest_while_learning
+        on_gpu = serving.expected_engine == "vllm" and serving.gpus_per_replica > 0
+        return on_gpu and vllm.gpu_memory_utilization is None and self._may_take_turns
+
+    @property
+    def _may_take_turns(self) -> bool:
         """Whether one replica and one learner share a GPU, or try it without one."""
         serving, learner = self.serving, self.learner
         shares = (serving.gpus_per_replica, learner.gpus_per_learner)

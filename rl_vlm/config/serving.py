@@ -16,6 +16,7 @@ FLOAT16_UNTRAINABLE = (
     "model.dtype float16 cannot be trained in, because gradients of single tokens underflow to 0: set it to bfloat16 "
     "or float32; `rl-vlm eval` and `rl-vlm serve` take float16"
 )
+FILLED = 0.94  # of a GPU: what vLLM, and a learner beside it, take; the rest is for what the plan estimates
 _SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this: 23.6 of 24, 47.4 of 48, 79.15 of 80
 
 
@@ -107,7 +108,7 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 
 
 class VLLMSection(Section):
-    # Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what gpus_per_replica gives it.
+    # Share of a GPU's memory for everything that a replica holds there. Null: 0.94 of what gpus_per_replica gives it.
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     tensor_parallel_size: Count = 1  # GPUs that one replica's weights are split over.
     enforce_eager: bool = False  # Do not capture CUDA graphs: starts faster and decodes slower.
@@ -117,8 +118,9 @@ class VLLMSection(Section):
     kv_cache_gib: Count = 1  # Memory for keys and values on a machine without a GPU, whole GiB.
     # For keys and values on a GPU. Null: what `rl-vlm plan` computes if the GPU is shared, else what vLLM measures.
     gpu_kv_cache_gib: Positive | None = None
-    # Give the memory of keys and values to the learner while it works: for one replica and one learner on one GPU.
-    rest_while_learning: bool = False
+    # Lend the memory of keys and values to the learner while it works: for one replica and one learner on one GPU.
+    # Null: if a run has these, no lag, and no gpu_memory_utilization.
+    rest_while_learning: bool | None = None
 
 
 class AutoscalingSection(Section):
@@ -218,7 +220,8 @@ class ServingSection(Section):
         """The share of a GPU's memory that a replica may hold."""
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
-        return 0.85 * (min(self.gpus_per_replica, 1.0) or 1.0)
+        filled = FILLED if self.expected_engine == "vllm" else 0.85
+        return filled * (min(self.gpus_per_replica, 1.0) or 1.0)
 
     @property
     def expected_engine(self) -> Literal["transformers", "vllm"]:

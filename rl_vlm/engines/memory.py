@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from rl_vlm.config import CommonConfig, PolicyConfig
-from rl_vlm.engines.sizes import PREFILL_TOKENS, VLLM_RANKS
+from rl_vlm.config.serving import FILLED
+from rl_vlm.engines.sizes import PREFILL_TOKENS, VLLM_RANKS, graph_sizes
+from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.parts import CONTEXT, Part, frozen_tower, held_by_learner, published_bytes, total_of
 from rl_vlm.models.memory.shape import ELEMENT, GIB, ModelShape, amount, gib
 
 KV = "keys and values"
 _VLLM_LOGITS, _OUR_LOGITS = 3, 8  # copies of float32 logits, while a token is drawn
 _FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
-_TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
-_GRAPHS = gib(0.6)  # CUDA graphs of vLLM, with LoRA
+_MEAN = 0.25  # of serving.max_context: a running sample is half written on average, and most end before their limit
+_GRAPH_LAYER = 200 << 10  # bytes of a decoder layer in one CUDA graph
 
 
 def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
@@ -24,8 +26,16 @@ def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> 
         if serving.max_kv_gib is not None:
             size = min(size, gib(serving.max_kv_gib))
     samples = size / sample_bytes(config, shape)
-    tokens = int(samples * serving.max_context)
-    return [*parts, Part(KV, size, f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}")]
+    tokens, mean = int(samples * serving.max_context), samples_at_once(config, shape, size)
+    detail = f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}, {mean} of mean length"
+    return [*parts, Part(KV, size, detail)]
+
+
+def samples_at_once(config: CommonConfig, shape: ModelShape, size: int) -> int:
+    """Samples of mean length that one replica runs with `size` bytes for keys and values."""
+    serving = config.serving
+    most = serving.vllm.max_num_seqs if serving.expected_engine == "vllm" else serving.max_rows
+    return min(int(size / (_MEAN * sample_bytes(config, shape))), most)
 
 
 def _rows(config: CommonConfig) -> int:
@@ -60,13 +70,25 @@ def _vllm(config: CommonConfig, shape: ModelShape) -> list[Part]:
     logits = settings.max_num_seqs * text.vocab * 4 * _VLLM_LOGITS
     activations = tokens * (4 * text.hidden + 3 * text.width) * element + logits
     parts.append(Part("activations", activations, f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits"))
-    # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
-    kept = tokens * text.hidden * (1 + len(shape.tower.deepstack)) * element
-    images = shape.tower.pass_bytes(element, tokens * shape.tower.merge**2) + kept
-    parts.append(Part("images", images, f"{tokens} image tokens encoded, and as many kept"))
+    # At its start vLLM encodes a step's tokens of images or one image of the largest size, and keeps the features. The
+    # language model has buffers for those of a step's deep stack.
+    tower = shape.tower
+    encoded, levels = max(tokens, _largest_image(config, shape)), len(tower.deepstack)
+    kept = (encoded * (1 + levels) + tokens * levels) * text.hidden * element
+    images = tower.pass_bytes(element, encoded * tower.merge**2) + kept
+    parts.append(Part("images", images, f"{encoded} image tokens encoded, and as many kept"))
     if not settings.enforce_eager and config.serving.gpus_per_replica:
-        parts.append(Part("CUDA graphs", _GRAPHS, "an estimate"))
+        # Of decoding and of mixed steps, and of each with adapters and without.
+        graphs = 2 * len(graph_sizes(settings.max_num_seqs)) * (1 if config.trains_full else 2)
+        parts.append(Part("CUDA graphs", graphs * text.layers * _GRAPH_LAYER, f"{graphs} graphs, an estimate"))
     return parts
+
+
+def _largest_image(config: CommonConfig, shape: ModelShape) -> int:
+    """Tokens of the largest image by `model.max_pixels`, else by the processor's limit."""
+    if config.model.max_pixels is None:
+        return family_of(shape.family).image_tokens
+    return config.model.max_pixels // (shape.tower.patch * shape.tower.merge) ** 2
 
 
 def vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
@@ -77,8 +99,8 @@ def vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
         return gib(serving.vllm.gpu_kv_cache_gib)
     if card is None:
         return sample_bytes(config, shape)  # the least
-    if isinstance(config, PolicyConfig) and serving.vllm.rest_while_learning:  # all that a learner leaves
-        share = int(card * _TAKEN) - total_of(held_by_learner(config, shape))
+    if config.takes_turns:  # all that a learner leaves
+        share = int(card * FILLED) - total_of(held_by_learner(config, shape))
     else:
         share = int(serving.memory_utilization * card)
     return max(share - total_of(_vllm(config, shape)), 0)

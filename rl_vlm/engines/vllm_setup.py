@@ -13,7 +13,7 @@ import torch
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.engines.memory import kv_cache_bytes
-from rl_vlm.engines.sizes import VLLM_RANKS
+from rl_vlm.engines.sizes import VLLM_RANKS, graph_sizes
 from rl_vlm.models.families import family_of
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.memory.reading import read_shape
@@ -53,6 +53,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
     from rl_vlm.engines.vllm_worker import SUPPRESSED_KEY
 
     serving, settings, on_gpu = config.serving, config.serving.vllm, torch.cuda.is_available()
+    eager = settings.enforce_eager or not on_gpu
     if serving.quantization == "nf4":
         raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
     if not on_gpu and serving.quantization == "fp8":
@@ -72,11 +73,12 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=serving.memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(config, read_shape(model), _card_bytes()) if on_gpu else None,
-        enable_sleep_mode=settings.rest_while_learning and on_gpu,
+        enable_sleep_mode=config.takes_turns and on_gpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
-        enforce_eager=settings.enforce_eager or not on_gpu,
+        enforce_eager=eager,
+        cudagraph_capture_sizes=None if eager else graph_sizes(settings.max_num_seqs),
         # On a CPU a seeded request whose prefill is cut in two ends vLLM's engine core. So prompts are never cut there,
         # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,

@@ -124,13 +124,19 @@ class VLMLearner(TorchLearner):
                 payload = self.policy.payload(batch.version, dtype=self._published_dtype)
                 result.adapter = payload if is_first else None
         result.stats.add({"memory/learner": _memory_gib(self.policy.backbone.device)})
-        if self._run.serving.vllm.rest_while_learning and self.policy.backbone.device.type == "cuda":
-            torch.cuda.empty_cache()  # a replica takes turns with this learner
+        self._give_back()
         return result
 
     def sight_logprobs(self, trajectories: Sequence[Trajectory], counterfactuals: bool) -> dict[str, list[np.ndarray]]:
         """See learning/sight_check.py."""
-        return sight_logprobs(self.updater.recompute, self.policy.text.images, trajectories, counterfactuals)
+        logprobs = sight_logprobs(self.updater.recompute, self.policy.text.images, trajectories, counterfactuals)
+        self._give_back()
+        return logprobs
+
+    def _give_back(self) -> None:
+        """Free the memory that torch keeps, for the replica that takes turns with this learner."""
+        if self._run.takes_turns and self.policy.backbone.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def averaged_adapter(self, version: int) -> WeightPayload:
         """The average of the weights under `learner.ema_decay`."""

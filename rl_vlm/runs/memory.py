@@ -36,6 +36,14 @@ def shape_of(model: str) -> ModelShape:
         return read_shape(fetch_config(model))
 
 
+def on_gpus(number: int) -> list[str]:
+    """Settings that place a run on so many GPUs: replica and learner share one; of several a quarter are learners'."""
+    share, learners = ("0.5" if number == 1 else "1"), max(number // 4, 1)
+    replicas = max(number - learners, 1)
+    return [f"serving.num_replicas={replicas}", f"serving.gpus_per_replica={share}",
+            f"learner.num_learners={learners}", f"learner.gpus_per_learner={share}"]  # fmt: skip
+
+
 def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
     """The plan for GPUs of `gpu_gib` GiB, else for the smallest one here, else for the recipe's card."""
     shape = shape_of(config.model.path) if folder is None else read_shape(folder)

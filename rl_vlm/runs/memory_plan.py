@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from rl_vlm.config import CommonConfig
-from rl_vlm.engines.memory import KV, replica_parts, sample_bytes, vllm_kv
+from rl_vlm.engines.memory import KV, replica_parts, sample_bytes, samples_at_once, vllm_kv
 from rl_vlm.learning.memory import OF_UPDATES, learner_parts
 from rl_vlm.models.memory.parts import CONTEXT, Part, published_bytes, total_of
 from rl_vlm.models.memory.placement import place
@@ -46,6 +46,7 @@ class MemoryPlan:
     gpus: int
     parameters: int
     cards: list[Card]
+    samples: int  # of mean length, that all replicas run at once
 
 
 def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
@@ -56,18 +57,19 @@ def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> Me
     if not placed:  # no process has a CUDA context, and the size of a GPU means nothing
         card = None
         parts = {kind: [part for part in held if part != CONTEXT] for kind, held in parts.items()}
+    keys = total_of(part for part in parts["replica"] if part.name == KV)
+    samples = config.serving.num_replicas * samples_at_once(config, shape, keys) if config.serves else 0
     cards: list[Card] = []
     for kinds, same in itertools.groupby(placed or [["replica", "learner"] if config.serves else ["learner"]]):
         processes = [Process(kind, total_of(parts[kind]), parts[kind]) for kind in kinds]
         used = sum(process.bytes for process in processes)
-        turns = bool(placed) and config.serving.vllm.rest_while_learning and set(kinds) == {"replica", "learner"}
+        turns = bool(placed) and config.takes_turns and set(kinds) == {"replica", "learner"}
         if turns:
-            keys = total_of(part for part in parts["replica"] if part.name == KV)
             used -= min(keys, total_of(part for part in parts["learner"] if part.name in OF_UPDATES))
         left = None if card is None else int(card * (1 - _NEVER_LEFT)) - used
         cards.append(Card(len(list(same)), card, used, left, turns, processes))
     fits = not starved and all(one.left is None or one.left >= 0 for one in cards)
-    return MemoryPlan(fits, starved, published_bytes(config, shape), len(placed), shape.parameters, cards)
+    return MemoryPlan(fits, starved, published_bytes(config, shape), len(placed), shape.parameters, cards, samples)
 
 
 def _starved(config: CommonConfig, shape: ModelShape, card: int | None) -> str:
@@ -77,7 +79,7 @@ def _starved(config: CommonConfig, shape: ModelShape, card: int | None) -> str:
     if card is None or not on_vllm or (size := vllm_kv(config, shape, card)) >= sample_bytes(config, shape):
         return ""
     advice = "use a larger GPU"
-    if not serving.vllm.rest_while_learning:
+    if not config.takes_turns:
         advice = f"raise serving.vllm.gpu_memory_utilization ({serving.memory_utilization:g}), or {advice}"
     return (
         f"A replica has {text(size)} of the GPU for keys and values, and one sample of serving.max_context "

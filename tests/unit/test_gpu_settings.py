@@ -131,8 +131,11 @@ def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch)
     devices.limit_memory(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}), "cuda")
     devices.limit_memory(run(), "cpu")
     assert not limits
-    devices.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda")
-    devices.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda:1")
+    devices.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda")  # takes turns with its replica
+    assert not limits
+    shared = load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml", ["serving.vllm.gpu_memory_utilization=0.42"])
+    devices.limit_memory(shared, "cuda")
+    devices.limit_memory(shared, "cuda:1")
     assert limits == [(pytest.approx(0.58 - 0.6 / 47.4, abs=1e-6), number) for number in (0, 1)]
 
 

@@ -26,3 +26,4 @@ class Family:
     text_model: str = ""  # the language model, written out for the transformers engine
     lora_tower: str = ""  # pattern of the tower's linear layers; empty: they are found by their places
     vllm: Literal["auto", "transformers"] = "auto"  # whose code vLLM runs
+    image_tokens: int = 0  # of the largest image that the published processors allow; 0: fewer than a step of vLLM's

@@ -46,7 +46,7 @@ class ProcessorImages:
         from transformers import AutoProcessor
 
         if pixels != DEFAULT_PIXELS:
-            raise UserInputError("model.min_pixels and model.max_pixels are for Qwen's models: leave them out.")
+            raise UserInputError("model.min_pixels and model.max_pixels are for Qwen's models: set both to null.")
         try:
             return cls(from_folder(AutoProcessor, folder), config)
         except ImportError as error:

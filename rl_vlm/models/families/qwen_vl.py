@@ -261,6 +261,7 @@ QWEN = Family(
     tokenizer="Qwen2Tokenizer",
     layout=read_layout,
     backbone="rl_vlm.models.families.qwen_fast:QwenBackbone",
+    image_tokens=16_384,
 )
 # Those whose shapes follow from config.json, and whose language model is written out.
 WRITTEN_OUT = replace(

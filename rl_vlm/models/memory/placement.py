@@ -44,7 +44,7 @@ def learner_fraction(config: CommonConfig, card: int) -> float | None:
     share = config.learner.gpus_per_learner
     here = next((kinds for kinds in place(config) if "learner" in kinds), ["learner"])
     # A replica that takes turns with the learner allocates nothing meanwhile.
-    if len(here) == 1 or not 0 < share < 1 or config.serving.vllm.rest_while_learning:
+    if len(here) == 1 or not 0 < share < 1 or config.takes_turns:
         return None
     if sorted(here) == ["learner", "replica"] and config.serving.expected_engine == "vllm":
         share = max(share, 1 - config.serving.memory_utilization)
