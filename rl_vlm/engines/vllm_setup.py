@@ -77,6 +77,8 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
         enforce_eager=settings.enforce_eager or not on_gpu,
+        attention_backend=_attention(config.model.dtype),
+        gdn_prefill_backend="triton",  # of Qwen3.5; vLLM's own choice on newer GPUs is FlashInfer, see _attention
         # On a CPU a seeded request whose prefill is cut in two ends vLLM's engine core. So prompts are never cut there,
         # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
@@ -101,6 +103,14 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         enable_log_requests=False,
         trust_remote_code=False,
     )
+
+
+def _attention(dtype: str) -> str | None:
+    """The attention kernels, where vLLM's own choice (None) would not do. On a B200 it is FlashInfer, which compiles
+    them with nvcc or downloads them, and a machine need have neither nvcc nor a network."""
+    from vllm.platforms import current_platform
+
+    return "FLASH_ATTN" if dtype != "float32" and current_platform.is_device_capability_family(100) else None
 
 
 def _card_bytes() -> int:

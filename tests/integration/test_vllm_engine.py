@@ -582,7 +582,7 @@ def _engine_core(process: psutil.Process) -> psutil.Process:
     return core
 
 
-# --- What vLLM is told of its memory on a GPU; this machine needs none
+# --- What vLLM is told on a GPU; this machine needs none
 
 
 GIB = 1 << 30
@@ -602,3 +602,27 @@ def test_keys_and_values_are_sized_on_a_shared_gpu(
     assert (args.kv_cache_memory_bytes is not None) == sized
     if sized:
         assert 7 * GIB < args.kv_cache_memory_bytes < 0.425 * 23.6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "kernels"),
+    [
+        ((10, 0), "bfloat16", "FLASH_ATTN"),
+        ((10, 3), "float16", "FLASH_ATTN"),
+        ((10, 0), "float32", None),  # it has none of them
+        ((9, 0), "bfloat16", None),
+        ((12, 0), "bfloat16", None),
+    ],
+)
+def test_no_kernels_are_chosen_that_need_a_compiler_or_a_network(
+    card: tuple[int, int], dtype: str, kernels: str | None, wide_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's, which vLLM prefers on a B200, and for layers of linear attention on a H100, too."""
+    run = parse_config({"serving": {"gpus_per_replica": 1}, "model": {"dtype": dtype}})
+    vllm_setup.prepare_environment(run.serving)
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda device_id=0: DeviceCapability(*card))
+    args = vllm_setup.engine_args(wide_folder, run, load_text_side(wide_folder))
+    assert (args.attention_backend, args.gdn_prefill_backend) == (kernels, "triton")
