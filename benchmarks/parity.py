@@ -95,6 +95,7 @@ class Parity:
             "model.lora.target_modules": targets or ("all" if on_vllm else "vision"),
             "learner.micro_batch_tokens": 8192, "serving.engine": engine,
             **({"serving.vllm.max_num_seqs": 8} if on_vllm else {}),
+            "serving.gpus_per_replica": int(device == "cuda"),
         })  # fmt: skip
         self.policy = PolicyModel(folder, self.run_config, device)
         self.updater = PolicyUpdater(self.policy, self.run_config)

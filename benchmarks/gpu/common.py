@@ -1,7 +1,7 @@
 """What the GPU checks share: models of the published shapes with random weights, conversations, and a report in JSON.
 
-They need torch, transformers, peft, pydantic, numpy and pillow: neither Ray nor vLLM nor a network. They need no
-torchvision, because no picture is resized.
+They need torch, transformers, peft, pydantic, PyYAML, numpy and pillow: neither Ray nor vLLM nor a network. They need
+no torchvision, because no picture is resized.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+import rl_vlm.zoo.tiny
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
@@ -33,13 +35,12 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import disable_cudnn_attention, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
-from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from rl_vlm.zoo.tiny.variants import variant_named
 
 SIZES = ("2b", "4b", "8b")
 # The configurations of the published Qwen3-VL models, by size.
 _PUBLISHED = Path(__file__).parents[2] / "tests/fixtures/qwen3_vl.json"
+# The tiny model as it comes with the package: what builds it imports environments, and these gymnasium and more.
+_TINY = Path(rl_vlm.zoo.tiny.__path__[0]) / "shipped" / "small"
 _MAX_PIXELS = 1024 * 1024
 
 
@@ -127,8 +128,7 @@ def scratch(size: str) -> Iterator[Path]:
 
 def write_folder(folder: Path, size: str) -> Path:
     """Configuration, tokenizer and image settings of a size: the published shapes with the tiny model's tokenizer."""
-    tokenizer = build_tokenizer(tiny.MAX_LENGTH, variant_named("small").corpus)
-    like = tiny.build_model(0, tokenizer, "wide").config
+    like = AutoConfig.from_pretrained(_TINY)
     config = like
     if size != "tiny":
         data = json.loads(_PUBLISHED.read_text())[size]
@@ -140,15 +140,11 @@ def write_folder(folder: Path, size: str) -> Path:
             data["text_config"][name] = getattr(like.text_config, name)
         tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         config = type(like)(**data | {name: getattr(like, name) for name in tokens})
-    folder.mkdir()
+    shutil.copytree(_TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    images = {
-        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-        "size": {"shortest_edge": tiny.MIN_PIXELS, "longest_edge": _MAX_PIXELS},
-    }  # fmt: skip
-    (folder / "processor_config.json").write_text(json.dumps({"image_processor": images}))
+    processor = json.loads((folder / "processor_config.json").read_text())
+    processor["image_processor"]["size"]["longest_edge"] = _MAX_PIXELS
+    (folder / "processor_config.json").write_text(json.dumps(processor))
     return folder
 
 

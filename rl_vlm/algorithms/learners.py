@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -20,6 +20,8 @@ from rl_vlm.types import RLVLMError
 _TIMEOUT_S = 300.0
 # For a sign of life beside a learner that failed; the others may wait for it in a collective, which NCCL does for ever.
 _ALIVE_S = 30.0
+# What CUDA, cuBLAS and torch's allocator of main memory say where memory is short; none has a type of its own.
+_FULL = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory")
 _SLOWER, _LEAST_S = 10.0, 120.0  # an update may take ten times as long as the longest so far, and two minutes at least
 
 
@@ -73,10 +75,13 @@ class Learners:
                     return answer if learner._learner_index == 0 else None  # large, and the same everywhere
 
                 return self._apply(first_answers, self.actors.numbers)[0]
+            lost = ActorLostError("No learner is alive")
             for number in self.actors.numbers:  # one after the other: an answer may be large
-                with suppress(ActorLostError):
+                try:
                     return self._apply(function, [number])[0]
-            raise ActorLostError("No learner is alive")
+                except ActorLostError as error:
+                    lost = error  # its reason may be the memory of the node
+            raise lost
 
     def call_each(self, function: Callable[[Any], Any]) -> None:
         """`function(learner)` of each learner. Raises as `call` does."""
@@ -118,7 +123,7 @@ class Learners:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if isinstance(cause, RLVLMError):
                 raise cause from error
-            if isinstance(cause, torch.OutOfMemoryError) or "can't allocate memory" in str(cause):
+            if isinstance(cause, torch.OutOfMemoryError) or any(text in str(cause) for text in _FULL):
                 raise LearnerOutOfMemoryError(
                     f"This did not fit into a learner's memory ({str(cause).splitlines()[0]}): lower "
                     "learner.micro_batch_tokens, or set learner.gradient_checkpointing."

@@ -17,7 +17,6 @@ import numpy as np
 
 from rl_vlm.engines.base import choice_tokens
 from rl_vlm.engines.grammar_child import sentence
-from rl_vlm.engines.json_schema import json_lark
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import Grammar, SamplingParams, TrajectoryError, UserInputError
 
@@ -82,7 +81,7 @@ class Grammars:
 def as_lark(grammar: Grammar) -> str:
     """The right-hand side of a rule. Raises UserInputError."""
     if grammar.kind == "json_schema":
-        return json_lark(grammar.text)
+        return _json(grammar.text)
     if grammar.kind == "calls":
         asked = json.loads(grammar.text)
         more = f"(/, ?/ call){{0,{MAX_CALLS - 1}}}" if asked["several"] else ""
@@ -98,11 +97,17 @@ def as_lark(grammar: Grammar) -> str:
         raise UserInputError(f"The grammar cannot be read: {sentence(error)}.") from error
 
 
+def _json(schema: str) -> str:
+    from rl_vlm.engines.json_schema import json_lark  # imports a package that free answers need not have
+
+    return json_lark(schema)
+
+
 def call_lark(schemas: Mapping[str, Any], key: str) -> str:
     """The right-hand side of a call of one of some tools, whose arguments stand under `key` and fit the tool's schema.
     Each schema is a document of its own, so that references within it lead to its own parts."""
     return " | ".join(
-        f'/\\{{"name": ?/ %json {json.dumps({"const": name})} /, ?"{key}": ?/ {json_lark(json.dumps(schema))} /\\}}/'
+        f'/\\{{"name": ?/ %json {json.dumps({"const": name})} /, ?"{key}": ?/ {_json(json.dumps(schema))} /\\}}/'
         for name, schema in schemas.items()
     )
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.engines.memory import kv_cache_bytes
 from rl_vlm.engines.sizes import VLLM_RANKS, graph_sizes
+from rl_vlm.models.devices import replica_on_gpu
 from rl_vlm.models.families import family_of
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.memory.reading import read_shape
@@ -25,25 +24,32 @@ DEAD = "vLLM's engine core has died, its log says why: restart the replica."
 
 
 def prepare_environment(serving: ServingSection) -> None:
-    """Set what vLLM reads from the environment, before its first import; raises UserInputError without vLLM."""
+    """Set what vLLM reads from the environment, before its first import. Raises UserInputError without vLLM, and where
+    it is built for a GPU that this replica has not."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads: forking it is not safe
-    if not torch.cuda.is_available():
+    on_gpu = replica_on_gpu(serving)
+    if not on_gpu:
         os.environ["VLLM_PLUGINS"] = ""
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(serving.vllm.kv_cache_gib)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # binding collapses when replicas share cores
         # AsyncLLM has an engine core process either way; with 1, vLLM puts a worker process below it on a CPU.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        import vllm  # noqa: F401
+        from vllm.platforms import current_platform
     except ImportError as error:
         raise UserInputError(
             f"Engine vllm needs the package vllm, which does not import here ({error}): pip install -r "
             "requirements/gpu.txt, or requirements/cpu.txt on a machine without a GPU."
         ) from error
+    if not on_gpu and not current_platform.is_cpu():
+        raise UserInputError(
+            "The vLLM that is installed computes on GPUs alone, and this replica has none: set "
+            "serving.gpus_per_replica=1, or serving.engine=transformers."
+        )
 
 
 def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
@@ -52,12 +58,12 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
 
     from rl_vlm.engines.vllm_worker import SUPPRESSED_KEY
 
-    serving, settings, on_gpu = config.serving, config.serving.vllm, torch.cuda.is_available()
+    serving, settings, on_gpu = config.serving, config.serving.vllm, replica_on_gpu(config.serving)
     eager = settings.enforce_eager or not on_gpu
     if serving.quantization == "nf4":
         raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
     if not on_gpu and serving.quantization == "fp8":
-        raise UserInputError("serving.quantization fp8 needs a GPU, and torch sees none: leave it out.")
+        raise UserInputError("serving.quantization fp8 needs a GPU, and this replica has none: leave it out.")
     versions: dict[str, Any] = {"worker_extension_cls": "rl_vlm.engines.vllm_worker.WeightsWorker"}
     if not config.trains_full:
         rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), None)
@@ -79,6 +85,8 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
         enforce_eager=eager,
         cudagraph_capture_sizes=None if eager else graph_sizes(settings.max_num_seqs),
+        attention_backend=_attention(config.model.dtype),
+        gdn_prefill_backend="triton",  # of Qwen3.5; vLLM's own choice on newer GPUs is FlashInfer, see _attention
         # On a CPU a seeded request whose prefill is cut in two ends vLLM's engine core. So prompts are never cut there,
         # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
@@ -105,6 +113,14 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
     )
 
 
+def _attention(dtype: str) -> str | None:
+    """The attention kernels, where vLLM's own choice (None) would not do. On a B200 it is FlashInfer, which compiles
+    them with nvcc or downloads them, and a machine need have neither nvcc nor a network."""
+    from vllm.platforms import current_platform
+
+    return "FLASH_ATTN" if dtype != "float32" and current_platform.is_device_capability_family(100) else None
+
+
 def _card_bytes() -> int:
     """Memory of this process' GPU, as the driver says: torch would create a CUDA context, which stays."""
     from vllm.platforms import current_platform
@@ -124,7 +140,7 @@ def start_llm(args: Any, num_threads: int, counts: Counter[str]) -> Any:
     executor = executor_class(args.tensor_parallel_size)
     # Of the engine core alone. vLLM repeats few batch sizes: oneDNN's own capacities help here, unlike in a learner.
     variables = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
-    if not torch.cuda.is_available():
+    if config.device_config.device_type == "cpu":
         # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
         variables |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
     with mock.patch.dict(os.environ, variables):

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.models.devices import replica_on_gpu
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.lora import merge_into
 from rl_vlm.models.modules import from_folder
@@ -26,7 +27,7 @@ class PlainGenerate:
         from transformers import AutoProcessor
 
         quiet_libraries()
-        on_gpu = config.serving.gpus_per_replica > 0 and torch.cuda.is_available()
+        on_gpu = replica_on_gpu(config.serving)
         if not on_gpu:
             torch.set_num_threads(config.serving.num_threads)  # as a replica
         folder = resolve_model(config.model.path)

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from rl_vlm.config import CommonConfig
+from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.models.memory.placement import driver_gpu, learner_fraction
 
 
@@ -28,6 +28,12 @@ def choose_order(device: str) -> None:
         torch.use_deterministic_algorithms(True)
         # Else a pass over memory that is written anyway.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def replica_on_gpu(serving: ServingSection) -> bool:
+    """Whether a replica in this process computes on a GPU. One that asks Ray for none must not take one that Ray gives
+    to others, though torch may see it."""
+    return serving.gpus_per_replica > 0 and torch.cuda.is_available()
 
 
 # Where a learner computes, and how much of a GPU that others use too it may take.

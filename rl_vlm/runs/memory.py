@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
 
 _STORE_MIB = 256  # of the object store of a small run
+_FEW = 0.75  # of a GPU's memory for its only process, far below the 0.85 that it has otherwise
+
+logger = logging.getLogger(__name__)
 
 
 def shape_of(model: str) -> ModelShape:
@@ -69,8 +73,7 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     yield f"{config.name}: {config.model.path}, {amount(plan.parameters)} parameters"
     for card in plan.cards:
         yield from _card(card, plan.gpus)
-    if slow := slow_type(config):
-        yield slow
+    yield from remarks(config)
     if plan.adapter_bytes:
         what, digits = "the weights" if config.trains_full else "the adapter", 0 if plan.adapter_bytes > 1e7 else 2
         yield f"A version of {what}: {plan.adapter_bytes / 1e6:.{digits}f} MB"
@@ -84,11 +87,28 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
         )
 
 
-def slow_type(config: CommonConfig) -> str:
-    """What to say where a run computes in bfloat16 on a CPU that only emulates it."""
-    if config.model.dtype != "bfloat16" or config.needed_gpus or multiplies_bfloat16():
-        return ""
-    return "This CPU has no instructions for bfloat16, which takes many times as long: set model.dtype=float32."
+def remarks(config: CommonConfig) -> Iterator[str]:
+    """What to say of settings with which a run works, only worse than it could."""
+    if config.model.dtype == "bfloat16" and not config.needed_gpus and not multiplies_bfloat16():
+        yield "This CPU has no instructions for bfloat16, which takes many times as long: set model.dtype=float32."
+    if not config.serves or config.serving.expected_engine != "vllm":
+        return
+    share = config.serving.vllm.gpu_memory_utilization
+    if share is not None and share < _FEW and config.serving.gpus_per_replica >= 1:
+        yield (
+            f"A replica has its GPU to itself and leaves {1 - share:.0%} of it empty: set "
+            "serving.vllm.gpu_memory_utilization=null, which is 0.85 there."
+        )
+    if not isinstance(config, PolicyConfig) or config.trains_full or config.model.dtype == "float32":
+        return
+    lora = config.model.lora
+    scale = lora.alpha / lora.rank
+    if lora.target_modules != "none" and math.frexp(scale)[0] != 0.5:  # no power of two
+        yield (
+            f"vLLM multiplies an adapter by alpha / rank, {scale:.3g}, in {config.model.dtype}, which rounds it once "
+            f"more than the learner does: set model.lora.alpha to {2 * lora.rank}, or to another power of two times "
+            "model.lora.rank."
+        )
 
 
 def _card(card: Card, gpus: int) -> Iterator[str]:
@@ -116,8 +136,8 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
         summary["gpus"] = f"{config.needed_gpus:g} needed, {len(gpu_sizes())} here"
         if config.model.gpu_memory_gib:
             summary["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
-    if slow := slow_type(config):
-        summary["dtype"] = slow
+    for sentence in remarks(config):
+        logger.warning("%s", sentence)
     for number, card in enumerate(plan.cards):  # a line per kind of GPU
         held = ", ".join(f"{process.kind} {text(process.bytes)}" for process in card.processes)
         left = "" if card.left is None else f", {text(card.left)} left of {text(card.size or 0)}"

@@ -91,6 +91,8 @@ _WORKER_ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "16",
     # A job's own runtime environment may name some of these, which Ray would reject; the values are the same.
     "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
+    # Actors that ask for no GPU see none: env runners, and replicas and learners on CPUs.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
 
 

@@ -78,7 +78,9 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
     in_flight = config.rollout.in_flight_updates if isinstance(config, PolicyConfig) else None
     import torch
 
-    on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
+    from rl_vlm.models.devices import replica_on_gpu
+
+    on_gpu = replica_on_gpu(serving)
     name = serving.engine if serving.engine != "auto" else ("vllm" if on_gpu else "transformers")
     if name == "vllm":
         from rl_vlm.engines.vllm_engine import VLLMEngine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -582,7 +583,7 @@ def _engine_core(process: psutil.Process) -> psutil.Process:
     return core
 
 
-# --- What vLLM is told of its memory on a GPU; this machine needs none
+# --- What vLLM is told on a GPU; this machine needs none
 
 
 GIB = 1 << 30
@@ -603,3 +604,48 @@ def test_keys_and_values_are_sized_on_a_shared_gpu(
     assert (args.kv_cache_memory_bytes is not None) == sized
     if sized:
         assert 7 * GIB < args.kv_cache_memory_bytes < 0.47 * 23.6 * GIB
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_replica_without_a_gpu_takes_none_though_torch_sees_one(
+    gpus: int, wide_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray gives it to others."""
+    run = parse_config({"serving": {"engine": "vllm", "gpus_per_replica": gpus}, "model": {"dtype": "bfloat16"}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    vllm_setup.prepare_environment(run.serving)
+    assert os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == (None if gpus else "0")
+    args = vllm_setup.engine_args(wide_folder, run, load_text_side(wide_folder))
+    assert args.enforce_eager == (not gpus) and args.mm_processor_cache_gb == (4 if gpus else 0.5)
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)  # a vLLM for GPUs
+    if not gpus:
+        with pytest.raises(UserInputError, match="gpus_per_replica=1"):
+            vllm_setup.prepare_environment(run.serving)
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "kernels"),
+    [
+        ((10, 0), "bfloat16", "FLASH_ATTN"),
+        ((10, 3), "float16", "FLASH_ATTN"),
+        ((10, 0), "float32", None),  # it has none of them
+        ((9, 0), "bfloat16", None),
+        ((12, 0), "bfloat16", None),
+    ],
+)
+def test_no_kernels_are_chosen_that_need_a_compiler_or_a_network(
+    card: tuple[int, int], dtype: str, kernels: str | None, wide_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's, which vLLM prefers on a B200, and for layers of linear attention on a H100, too."""
+    run = parse_config({"serving": {"gpus_per_replica": 1}, "model": {"dtype": dtype}})
+    vllm_setup.prepare_environment(run.serving)
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda device_id=0: DeviceCapability(*card))
+    args = vllm_setup.engine_args(wide_folder, run, load_text_side(wide_folder))
+    assert (args.attention_backend, args.gdn_prefill_backend) == (kernels, "triton")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.algorithms import learners
@@ -33,6 +33,8 @@ from rl_vlm.types import RLVLMError, UserInputError
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+    torch.AcceleratorError("CUDA error: out of memory"),  # of CUDA beside torch's allocator
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),  # of a first product
 ]
 
 
@@ -83,6 +85,12 @@ def test_another_learner_answers_for_a_dead_one() -> None:
     for members in ([Learner(0, DEAD)], []):
         with pytest.raises(LearnerLostError):
             supervised(*members).call(lambda _: 0)
+
+
+def test_a_lost_learner_says_of_what_it_died() -> None:
+    killed = ActorUnavailableError("Killed by the node's memory manager.", None)
+    with pytest.raises(LearnerLostError, match="memory manager"):
+        supervised(Learner(0, killed)).call(lambda _: 0)
 
 
 def test_learners_that_hold_parts_of_a_model_are_all_called() -> None:

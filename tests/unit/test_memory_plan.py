@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from rl_vlm.models.memory.parts import CUDA_CONTEXT, held_by_learner
 from rl_vlm.models.memory.placement import driver_gpu, learner_fraction, place, shares_gpu
 from rl_vlm.models.memory.reading import read_shape, shape_of_config
 from rl_vlm.models.memory.shape import ELEMENT, GIB, gib
-from rl_vlm.runs.memory import make_plan, object_store_mib, shape_of
+from rl_vlm.runs.memory import describe, make_plan, memory_needs, object_store_mib, shape_of
 from rl_vlm.runs.memory_plan import plan_memory
 from rl_vlm.types import UserInputError
 
@@ -342,6 +343,31 @@ def test_a_model_of_another_family_fits_the_card_that_the_docs_name(
     config = str(CONFIGS / f"{OTHERS[name]['recipe']}.yaml")
     assert cli.run(["plan", config, f"model.path={tmp_path}", "--gpu-gib", OTHERS[name]["gpu_gib"], "--json"]) == 0
     assert round(json.loads(capsys.readouterr().out)["parameters"] / 1e9, 2) == OTHERS[name]["billions"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["serving.gpus_per_replica=1", "learner.gpus_per_learner=1"], "gpu_memory_utilization=null"),
+        (["serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=null"], ""),
+        (["serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.8"], ""),
+        ([], ""),  # the learner has the rest
+        (["model.lora.alpha=48"], r"1\.5.*alpha to 64"),
+        (["model.lora.rank=24"], r"2\.67.*alpha to 48"),
+        (["model.lora.alpha=8"], ""),
+        (["model.lora.alpha=48", "model.dtype=float32"], ""),
+        (["model.lora.alpha=48", "model.train=full"], ""),
+        (["model.lora.alpha=48", "serving.engine=transformers"], ""),
+    ],
+)
+def test_settings_that_waste_a_gpu_or_digits_are_named(
+    overrides: list[str], says: str, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = recipe("geo3k_qwen3vl_4b", *overrides)
+    memory_needs(run, tiny_folder)  # of a start, and of `--dry-run`
+    said = [*describe(run, make_plan(run, gpu_gib=47.4)), *caplog.messages]
+    found = [line for line in said if "GPU to itself" in line or "once more" in line]
+    assert len(found) == (2 if says else 0) and all(re.search(says, line) for line in found)
 
 
 def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFixture[str]) -> None:
