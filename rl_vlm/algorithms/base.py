@@ -70,7 +70,7 @@ class RunAlgorithmConfig(AlgorithmConfig):
         self.learners(
             num_learners=learner.num_learners,
             num_cpus_per_learner=learner.cpus_per_learner,
-            num_gpus_per_learner=learner.gpus_per_learner,
+            num_gpus_per_learner=self.run_config.gpu_shares[1],
             local_gpu_idx=driver_gpu(self.run_config),  # RLlib would take the first, which is a replica's
             custom_resources_per_learner=claim(resources.learners_on),
         )

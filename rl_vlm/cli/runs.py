@@ -47,7 +47,7 @@ def plan(
         float | None, typer.Option(min=1.0, help="Memory of a GPU; else this machine's, else model.gpu_memory_gib.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Place the run on so many GPUs, and print the settings for that.")
+        int | None, typer.Option(min=1, help="Place the run on so many GPUs, the faster way, and print the settings.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
@@ -55,9 +55,10 @@ def plan(
 
     Code 1: it does not fit.
     """
-    from rl_vlm.runs.memory import describe, make_plan, on_gpus
+    from rl_vlm.runs.memory import better_in_pairs, describe, make_plan, on_gpus
 
-    placement = on_gpus(gpus) if gpus else []
+    run = load_run(config, overrides)
+    placement = on_gpus(gpus, gpus > 1 and better_in_pairs(run)) if gpus else []
     run = load_run(config, [*placement, *(overrides or ())])
     found = make_plan(run, gpu_gib)
     lines = [*filter(None, [" ".join(placement)]), *describe(run, found)]

@@ -49,6 +49,12 @@ class CommonConfig(Section, ABC):
             yield "deterministic: true needs serving.engine transformers and model.dtype float32"
         if self.serving.shared and self.deterministic:
             yield "serving.shared: replicas that several runs share are not deterministic: leave out one of the two"
+        share = self.learner.gpus_per_learner
+        if self.learner.num_learners >= 2 and 0 < share <= 0.5 and not self.in_pairs:
+            yield (
+                f"learner.gpus_per_learner {share:g} would put two learners on one GPU, which NCCL rejects: set it, or "
+                "num_learners, to 1, or resources.placement to pairs"
+            )
 
     @property
     @abstractmethod
@@ -69,6 +75,19 @@ class CommonConfig(Section, ABC):
     def takes_turns(self) -> bool:
         """Whether a replica gives its memory of keys and values to the learner while that works."""
         return False
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether each GPU has one replica and one learner."""
+        return self.resources.placement == "pairs"
+
+    @property
+    def gpu_shares(self) -> tuple[float, float]:
+        """What Ray is asked for by a replica and by a learner. Of pairs replicas come first and take more than half, so
+        that no two are on one GPU. Then a learner fits beside each: Ray takes the GPU that is left with least. (Serve's
+        replicas join no placement group, and one of their own would end the learner with a replica that dies.)"""
+        shares = self.serving.gpus_per_replica, self.learner.gpus_per_learner
+        return (0.51, 0.49) if self.in_pairs and all(shares) else shares
 
     @property
     def lora_rank(self) -> int:
@@ -100,12 +119,13 @@ class CommonConfig(Section, ABC):
     def actors(self) -> list[ActorGroup]:
         """All actors of a run; a learner inside the driver counts where it needs a GPU."""
         serving, learner, runners = self.serving, self.learner, self.collection
+        of_replica, of_learner = self.gpu_shares
         replicas = serving.num_replicas if self.serves else 0
         return [
-            ActorGroup("replicas", replicas, serving.cpus_per_replica, serving.gpus_per_replica),
+            ActorGroup("replicas", replicas, serving.cpus_per_replica, of_replica),
             ActorGroup("env runners", runners.num_env_runners, runners.cpus_per_env_runner, 0.0),
-            ActorGroup("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
-            ActorGroup("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
+            ActorGroup("learners", learner.num_learners, learner.cpus_per_learner, of_learner),
+            ActorGroup("learner in the driver", int(learner.num_learners == 0), 0.0, of_learner),
         ]
 
     @property

@@ -24,14 +24,6 @@ class LearnerActors(ComputeSection):
     # After which a learner counts as dead. Later updates get ten times the longest so far, between 120 s and this.
     update_timeout_s: Positive = 1800.0
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
-            yield (
-                f"learner.gpus_per_learner {self.gpus_per_learner:g} would put two learners on one GPU, which NCCL "
-                "rejects: set it, or num_learners, to 1"
-            )
-
     @property
     def in_step(self) -> bool:
         """Whether learners make every pass, and read and restore state, together."""

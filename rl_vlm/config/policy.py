@@ -92,7 +92,14 @@ class PolicyConfig(CommonConfig):
                 f"algorithm.overlong_buffer ({settings.overlong_buffer}) is the last part of rollout.max_new_tokens "
                 f"({rollout.max_new_tokens}), and answers end before it at max_turns x max_new_tokens_per_turn"
             )
-        if serving.vllm.rest_while_learning and not self._may_take_turns:
+        if self.in_pairs and not self.takes_turns:
+            yield (
+                "resources.placement pairs needs as many learners as replicas: set serving.num_replicas and "
+                "learner.num_learners to the number of GPUs, serving.gpus_per_replica and learner.gpus_per_learner to "
+                "0.5 (0 without GPUs) and rollout.max_policy_lag to 0, and leave out serving.shared and "
+                "serving.vllm.rest_while_learning"
+            )
+        elif serving.vllm.rest_while_learning and not self._may_take_turns:
             yield (
                 "serving.vllm.rest_while_learning is for one replica and one learner on one GPU: set num_replicas to "
                 "1, serving.gpus_per_replica and learner.gpus_per_learner to 0.5, rollout.max_policy_lag to 0, and "
@@ -115,16 +122,20 @@ class PolicyConfig(CommonConfig):
         serving, vllm = self.serving, self.serving.vllm
         if vllm.rest_while_learning is not None:
             return vllm.rest_while_learning
+        if self.in_pairs:
+            return self._may_take_turns
         on_gpu = serving.expected_engine == "vllm" and serving.gpus_per_replica > 0
         return on_gpu and vllm.gpu_memory_utilization is None and self._may_take_turns
 
     @property
     def _may_take_turns(self) -> bool:
-        """Whether one replica and one learner share a GPU, or try it without one."""
+        """Whether one replica and one learner share each GPU, or try it without one."""
         serving, learner = self.serving, self.learner
         shares = (serving.gpus_per_replica, learner.gpus_per_learner)
-        one_pair = serving.num_replicas == 1 and serving.autoscaling is None and learner.num_learners <= 1
-        fit = not shares[0] or (one_pair and all(0 < share < 1 for share in shares) and sum(shares) <= 1)
+        pairs = max(learner.num_learners, 1) if self.in_pairs else 1
+        paired = serving.num_replicas == pairs and serving.autoscaling is None and learner.num_learners <= pairs
+        share_gpu = all(0 < share < 1 for share in shares) and sum(shares) <= 1
+        fit = (paired and share_gpu) if any(shares) else (paired or not self.in_pairs)
         return fit and not serving.shared and not self.rollout.max_policy_lag
 
     def _full_problems(self) -> Iterator[str]:

@@ -170,6 +170,8 @@ class PreferenceConfig(CommonConfig):
         yield from super().problems()
         if self.learner.num_learners > 1:
             yield "learner.num_learners must be 0 or 1 for preference_sac: its networks are small"
+        if self.in_pairs:
+            yield "resources.placement pairs has no effect with algorithm.name preference_sac: remove it"
         if self.serving.vllm.rest_while_learning:
             yield "serving.vllm.rest_while_learning has no effect with algorithm.name preference_sac: remove it"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ class ResourcesSection(Section):
     # Of the private cluster; null: 256, or more where versions of the adapter need it.
     object_store_mib: int | None = Field(None, ge=80)
     dashboard: bool = False  # Start the Ray dashboard with a private cluster.
+    # pairs: as many learners as replicas, one of each on a GPU, in turns; split: each where it finds room. null: split.
+    placement: Literal["split", "pairs"] | None = None
     replicas_on: _ResourceName | None = None  # Where replicas of the model run; null: anywhere.
     learners_on: _ResourceName | None = None  # Where learner actors run; one in the driver stays there.
     env_runners_on: _ResourceName | None = None  # Where env runners run.

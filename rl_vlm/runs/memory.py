@@ -40,12 +40,20 @@ def shape_of(model: str) -> ModelShape:
         return read_shape(fetch_config(model))
 
 
-def on_gpus(number: int) -> list[str]:
-    """Settings that place a run on so many GPUs: replica and learner share one; of several a quarter are learners'."""
-    share, learners = ("0.5" if number == 1 else "1"), max(number // 4, 1)
-    replicas = max(number - learners, 1)
-    return [f"serving.num_replicas={replicas}", f"serving.gpus_per_replica={share}",
-            f"learner.num_learners={learners}", f"learner.gpus_per_learner={share}"]  # fmt: skip
+def on_gpus(number: int, pairs: bool = False) -> list[str]:
+    """Settings that place a run on so many GPUs: in pairs, or with a quarter of several GPUs for learners."""
+    learners = number if pairs else max(number // 4, 1)
+    replicas, share = (number, 0.5) if pairs or number == 1 else (number - learners, 1)
+    return [f"resources.placement={'pairs' if pairs else 'split'}", f"serving.num_replicas={replicas}",
+            f"serving.gpus_per_replica={share}", f"learner.num_learners={learners}",
+            f"learner.gpus_per_learner={share}"]  # fmt: skip
+
+
+def better_in_pairs(config: CommonConfig) -> bool:
+    """Whether replicas and learners with GPUs of their own would wait for each other; or as the run says itself."""
+    if config.resources.placement is not None:
+        return config.in_pairs
+    return isinstance(config, PolicyConfig) and not config.rollout.max_policy_lag
 
 
 def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
@@ -91,6 +99,14 @@ def remarks(config: CommonConfig) -> Iterator[str]:
     """What to say of settings with which a run works, only worse than it could."""
     if config.model.dtype == "bfloat16" and not config.needed_gpus and not multiplies_bfloat16():
         yield "This CPU has no instructions for bfloat16, which takes many times as long: set model.dtype=float32."
+    if isinstance(config, PolicyConfig) and config.serving.num_replicas > 1 and config.needed_gpus:
+        if config.in_pairs:
+            yield "In pairs all GPUs sample, and then all learn."
+        elif not config.rollout.max_policy_lag:
+            yield (
+                "At rollout.max_policy_lag 0 replicas and learners wait for each other: resources.placement=pairs is "
+                "faster, or a lag of 1."
+            )
     if not config.serves or config.serving.expected_engine != "vllm":
         return
     share = config.serving.vllm.gpu_memory_utilization
@@ -138,11 +154,16 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
             summary["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
     for sentence in remarks(config):
         logger.warning("%s", sentence)
-    for number, card in enumerate(plan.cards):  # a line per kind of GPU
-        held = ", ".join(f"{process.kind} {text(process.bytes)}" for process in card.processes)
-        left = "" if card.left is None else f", {text(card.left)} left of {text(card.size or 0)}"
-        name = "memory" if len(plan.cards) == 1 else f"memory_{number}"
-        summary[name] = f"{held}{left}" + (f" (on each of {card.count} GPUs)" if card.count > 1 else "")
+    first = 0
+    for card in plan.cards:  # a line for each process on equal GPUs
+        last = first + card.count - 1
+        name = "memory" if not plan.gpus else f"GPU {first}" if last == first else f"GPU {first} to {last}"
+        for process in card.processes:
+            parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in process.parts)
+            summary[f"{name}, {process.kind}"] = f"{text(process.bytes)} ({parts})"
+        if card.left is not None:
+            summary[f"{name}, left"] = f"{text(card.left)} of {text(card.size or 0)}"
+        first = last + 1
     return summary
 
 

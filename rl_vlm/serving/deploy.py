@@ -55,7 +55,7 @@ def build_app(model: ModelReference, config: CommonConfig, run_id: str, namespac
         graceful_shutdown_timeout_s=2.0,
         ray_actor_options={
             "num_cpus": serving.cpus_per_replica,
-            "num_gpus": serving.gpus_per_replica,
+            "num_gpus": config.gpu_shares[0],
             "resources": claim(config.resources.replicas_on),
         },
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),

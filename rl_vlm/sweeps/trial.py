@@ -44,7 +44,7 @@ class TrialResources:
         reserved = request.required_resources
         serving = config.serving
         count = serving.num_replicas if config.serves else 0
-        replicas = {"CPU": count * serving.cpus_per_replica, "GPU": count * serving.gpus_per_replica}
+        replicas = {"CPU": count * serving.cpus_per_replica, "GPU": count * config.gpu_shares[0]}
         own = {} if serving.shared else replicas
         each = {kind: reserved.get(kind, 0.0) + own.get(kind, 0.0) for kind in replicas}
         common = replicas if serving.shared else dict.fromkeys(replicas, 0.0)

@@ -73,6 +73,19 @@ def test_a_kill_at_a_random_moment_costs_no_accuracy(title: str, seed: int, tmp_
 
 
 @pytest.mark.acceptance
+def test_pairs_go_on_without_one_of_each(tmp_path: Path) -> None:
+    """Two replicas and two learners in turns, of which a replica dies while learners work, and a learner."""
+    pairs = ("resources.placement=pairs", "serving.num_replicas=2", "learner.num_learners=2")
+    with TrainingProcess(tmp_path / "run", *pairs, *ONE_LEARNER_ACTOR[1:]) as run:
+        for title in (REPLICA, LEARNER):
+            run.wait_for_iteration(run.iterations() + 5)
+            run.kill(title)
+        assert run.wait() == 0, run.output()[-3000:]
+    result = run.result()
+    assert result["accuracy_after"] >= 0.90 and result["restarts"]["learner"] == 1
+
+
+@pytest.mark.acceptance
 def test_a_killed_driver_is_resumed(tmp_path: Path) -> None:
     with TrainingProcess(tmp_path / "run", "logging.checkpoint_every=10") as run:
         run.wait_for_iteration(47)

@@ -68,6 +68,42 @@ def test_what_a_start_that_failed_has_started_is_ended(monkeypatch: pytest.Monke
 
 
 @pytest.mark.timeout(300)
+def test_ray_puts_one_replica_and_one_learner_of_pairs_on_each_gpu() -> None:
+    """On more GPUs than pairs, and again when a replica and all learners have died."""
+    run = PolicyConfig.model_validate(
+        {
+            "resources": {"placement": "pairs"},
+            "serving": {"num_replicas": 3, "gpus_per_replica": 0.5},
+            "learner": {"num_learners": 3, "gpus_per_learner": 0.5},
+        }
+    )
+
+    @ray.remote(num_cpus=0)
+    class Holder:
+        def gpus(self) -> list[str]:
+            return [str(one) for one in ray.get_gpu_ids()]
+
+    def start(share: float, count: int) -> dict[Any, str]:
+        made = [Holder.options(num_gpus=share).remote() for _ in range(count)]
+        return {one: ray.get(one.gpus.remote(), timeout=60)[0] for one in made}
+
+    ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        of_replica, of_learner = run.gpu_shares
+        replicas, learners = start(of_replica, 3), start(of_learner, 3)
+        assert sorted(replicas.values()) == sorted(learners.values()) and len(set(replicas.values())) == 3
+        dead, _ = replicas.popitem()
+        for actor in (dead, *learners):
+            ray.kill(actor)
+        wait_until(lambda: ray.available_resources().get("GPU", 0) > 4 - 2 * of_replica - 0.01)
+        learners = start(of_learner, 3)
+        replicas |= start(of_replica, 1)
+        assert len(set(replicas.values())) == len(set(learners.values())) == 3
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dashboard", [False, pytest.param(True, marks=pytest.mark.acceptance)])
 def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
     run = PolicyConfig.model_validate({"resources": {"dashboard": dashboard, "num_cpus": 4}})

@@ -37,6 +37,7 @@ from rl_vlm.learning.strategies import AllReduce, Strategy
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import devices
 from rl_vlm.models.devices import choose_order
+from rl_vlm.models.memory.placement import place
 from rl_vlm.runs import ray_session
 from rl_vlm.types import UserInputError
 
@@ -52,6 +53,20 @@ def run(serving: dict[str, Any] | None = None, learner: dict[str, Any] | None = 
 def test_settings_that_contradict_each_other(serving: dict[str, Any], learner: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         run(serving, learner)
+
+
+def test_pairs_have_a_gpu_each() -> None:
+    pairs = {"resources": {"placement": "pairs"}}
+    eight = run({"num_replicas": 8, "gpus_per_replica": 0.5}, {"num_learners": 8, "gpus_per_learner": 0.5}, **pairs)
+    assert place(eight) == [["replica", "learner"]] * 8 and eight.needed_gpus == 8 and eight.takes_turns
+    assert run({"num_replicas": 2}, {"num_learners": 2}, **pairs).takes_turns  # without GPUs
+    for serving, learner, other in (
+        ({"num_replicas": 2}, {"num_learners": 1}, {}),
+        ({"num_replicas": 2}, {"num_learners": 2}, {"rollout": {"max_policy_lag": 1}}),
+        ({"num_replicas": 2, "gpus_per_replica": 1}, {"num_learners": 2, "gpus_per_learner": 1}, {}),
+    ):
+        with pytest.raises(UserInputError, match="as many learners as replicas"):
+            run(serving, learner, **pairs, **other)
 
 
 @pytest.mark.parametrize(("temperature", "fits"), [(0.005, False), (0.01, True), (2.0, True), (2.5, False)])

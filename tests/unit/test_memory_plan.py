@@ -171,7 +171,7 @@ def test_a_plan_places_a_recipe_on_gpus(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.run(["plan", config, "--gpu-gib", "79.15", "--gpus", "8"]) == 0
     settings, *_ = capsys.readouterr().out.splitlines()
     assert load_config(config, settings.split()).needed_gpus == 8
-    for more, counts in (["--gpus", "8"], [6, 2]), (["--gpus", "2"], [1, 1]), (["--gpus", "1"], [1]):
+    for more, counts in (["--gpus", "8"], [8]), (["--gpus", "8", "rollout.max_policy_lag=1"], [6, 2]), (["--gpus", "1"], [1]):
         assert cli.run(["plan", config, "--gpu-gib", "79.15", "--json", *more]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert [card["count"] for card in plan["cards"]] == counts
