@@ -23,7 +23,7 @@ from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
 
 _STORE_MIB = 256  # of the object store of a small run
-_FEW = 0.75  # of a GPU's memory for its only process, far below the 0.85 that it has otherwise
+_FEW = 0.75  # of a GPU's memory for its only process, far below `FILLED`
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def remarks(config: CommonConfig) -> Iterator[str]:
     if share is not None and share < _FEW and config.serving.gpus_per_replica >= 1:
         yield (
             f"A replica has its GPU to itself and leaves {1 - share:.0%} of it empty: set "
-            "serving.vllm.gpu_memory_utilization=null, which is 0.85 there."
+            "serving.vllm.gpu_memory_utilization=null, which fills it."
         )
     if not isinstance(config, PolicyConfig) or config.trains_full or config.model.dtype == "float32":
         return

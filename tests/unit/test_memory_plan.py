@@ -348,10 +348,10 @@ def test_a_model_of_another_family_fits_the_card_that_the_docs_name(
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["serving.gpus_per_replica=1", "learner.gpus_per_learner=1"], "gpu_memory_utilization=null"),
-        (["serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=null"], ""),
+        (["serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.42"], "gpu_memory_utilization=null"),
         (["serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.8"], ""),
-        ([], ""),  # the learner has the rest
+        (["serving.gpus_per_replica=1"], ""),
+        (["serving.vllm.gpu_memory_utilization=0.42"], ""),  # the learner has the rest
         (["model.lora.alpha=48"], r"1\.5.*alpha to 64"),
         (["model.lora.rank=24"], r"2\.67.*alpha to 48"),
         (["model.lora.alpha=8"], ""),
