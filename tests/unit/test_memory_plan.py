@@ -171,13 +171,17 @@ def test_a_plan_places_a_recipe_on_gpus(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.run(["plan", config, "--gpu-gib", "79.15", "--gpus", "8"]) == 0
     settings, *_ = capsys.readouterr().out.splitlines()
     assert load_config(config, settings.split()).needed_gpus == 8
-    for more, counts in (["--gpus", "8"], [8]), (["--gpus", "8", "rollout.max_policy_lag=1"], [6, 2]), (["--gpus", "1"], [1]):
+    for more, counts in (
+        (["--gpus", "8"], [8]),
+        (["--gpus", "8", "rollout.max_policy_lag=1"], [6, 2]),
+        (["--gpus", "1"], [1]),
+    ):
         assert cli.run(["plan", config, "--gpu-gib", "79.15", "--json", *more]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert [card["count"] for card in plan["cards"]] == counts
-        assert plan["samples"] == (239 if counts == [1] else 256 * counts[0])
-    # One's own changes come after the placement.
-    assert cli.run(["plan", config, "--gpu-gib", "79.15", "--json", "--gpus", "8", "serving.num_replicas=2"]) == 0
+        assert plan["samples"] == (256 * 6 if counts == [6, 2] else 239 * counts[0])
+    own = ["resources.placement=split", "serving.num_replicas=2"]  # changes come after the placement
+    assert cli.run(["plan", config, "--gpu-gib", "79.15", "--json", "--gpus", "8", *own]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 4
 
 
