@@ -15,6 +15,8 @@ import typer
 from rl_vlm.cli.options import Adapter, Config, DeleteFirst, DryRun, NewRunDir, Overrides, Overwrite, Resume, load_run
 from rl_vlm.cli.output import error_report, say
 
+FORM = "<answer>{}</answer>"  # of a right answer in `sft-example`
+
 commands = typer.Typer()
 
 
@@ -169,11 +171,30 @@ def sft(
 
 
 @commands.command("sft-example", epilog="Example: rl-vlm sft-example my-data; rl-vlm sft sft_tiny sft.data=my-data")
-def sft_example(folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")]) -> None:
-    """Write the built-in conversations about shapes as files, as an example of the form that your own take."""
-    from rl_vlm.supervised.example import write_example
+def sft_example(
+    folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A configuration, whose environment's items are answered rightly.")
+    ] = None,
+    form: Annotated[str, typer.Option(help="What an answer looks like, with {} for the right one.")] = FORM,
+    count: Annotated[int, typer.Option(min=1, help="Conversations to learn, and a fifth as many to test.")] = 100,
+) -> None:
+    """Write conversations to fine-tune with: the built-in ones about shapes, as an example of the form that your own
+    take, or right answers to the items of your own environment or data."""
+    from rl_vlm.supervised.example import write_answers, write_example
 
-    counts = ", ".join(f"{count} conversations in {split}.jsonl" for split, count in write_example(folder).items())
+    if source is None:
+        written = write_example(folder)
+    else:
+        from rl_vlm.config.loading import of_policy
+        from rl_vlm.envs.loading import load_plugins
+        from rl_vlm.envs.registry import make
+
+        run = of_policy(load_run(source, None))
+        load_plugins(run.plugins)
+        part = next(iter(run.env.parts.values()))
+        written = write_answers(folder, make(part.id, **part.make_kwargs()), form, count)
+    counts = ", ".join(f"{count} conversations in {split}.jsonl" for split, count in written.items())
     say(f"Wrote {folder}: {counts}.")
 
 

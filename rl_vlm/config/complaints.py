@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from rl_vlm.config.elsewhere import OF_ANYTHING, counterpart
+from rl_vlm.config.elsewhere import OF_ANYTHING, counterpart, is_name
 from rl_vlm.config.overrides import leaves
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
@@ -101,7 +101,7 @@ def _meant(parent: str, beside: Sequence[str], argument: str, key: str, everywhe
         name = parent.split(".")[-2]
     siblings = [one for one in beside if "." not in one.removeprefix(parent)]
     typo, foreign = _nearest(name, siblings, 0.85), counterpart(key, everywhere)
-    if foreign and (not typo or counterpart(name, everywhere)):
+    if foreign and (not typo or is_name(name)):
         return foreign
     like = typo or _nearest(name, beside if parent else siblings, 0.78)
     if like in siblings:

@@ -33,6 +33,11 @@ def _row(key: str) -> dict[str, str]:
     return row or _misspelt(parts[-1], 0.9) or {}
 
 
+def is_name(key: str) -> bool:
+    """Whether it is, letter by letter, another system's name of a key, or the end of one."""
+    return key in _rows()
+
+
 def _misspelt(key: str, cutoff: float) -> dict[str, str] | None:
     """The row of the name that is most like a key, in its last part too."""
     last = key.rpartition(".")[2]

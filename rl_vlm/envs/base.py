@@ -76,6 +76,10 @@ class VisionEnv(gymnasium.Env[Observation, str]):
         """Answer the policy's text: (observation, reward, terminated, truncated, info)."""
         raise NotImplementedError  # abstract: every environment answers in its own way
 
+    def example(self) -> str | None:
+        """A right answer to what was shown last, for `rl-vlm sft-example --from`; None: it is not known."""
+        return None
+
     def item(self, options: dict[str, Any] | None, size: int | None = None) -> tuple[Split, int]:
         """The (split, index) that `reset` was asked for; a random index when none was given."""
         options = options or {}

@@ -1,21 +1,51 @@
-"""The built-in conversations as files: an example of the form that data of one's own takes."""
+"""Conversations as files: the built-in ones as an example of the form, or right answers to an environment's items."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from rl_vlm.envs.base import VisionEnv
 from rl_vlm.files import write_atomic
 from rl_vlm.supervised.sources import builtin_rows
-from rl_vlm.types import Split, UserInputError
-
-# The built-in conversations as files: an example of the form that data of one's own takes.
+from rl_vlm.types import Message, Split, UserInputError
 
 EXAMPLE = "shapes"
 SPLITS: tuple[Split, ...] = ("train", "test")
 
+# A conversation's messages, and the PNG files of its images in order.
+Conversation = tuple[list[dict[str, Any]], list[bytes]]
+
 
 def write_example(folder: Path) -> dict[str, int]:
+    """Write the built-in conversations as `write_conversations` does."""
+
+    def built_in(split: Split) -> Iterator[Conversation]:
+        rows = builtin_rows(EXAMPLE, split)
+        return ((row["messages"], row["images"]) for row in map(rows.row, range(len(rows))))
+
+    return write_conversations(folder, built_in)
+
+
+def write_answers(folder: Path, env: VisionEnv, form: str, most: int) -> dict[str, int]:
+    """Write right answers to the environment's first items, `most` of them to learn and a fifth as many to test.
+
+    An answer is what `env.example()` says, or `info["reference"]` in the `form`, whose {} it replaces. Returns and
+    raises as `write_conversations` does, and UserInputError for an environment that states neither.
+    """
+    if form.count("{}") != 1:
+        raise UserInputError(f"The form {form!r} must hold {{}} once, where the right answer stands.")
+
+    def answered(split: Split) -> Iterator[Conversation]:
+        size, wanted = env.num_items(split), most if split == "train" else max(most // 5, 1)
+        return (_episode(env, split, index, form) for index in range(wanted if size is None else min(size, wanted)))
+
+    return write_conversations(folder, answered)
+
+
+def write_conversations(folder: Path, read: Callable[[Split], Iterator[Conversation]]) -> dict[str, int]:
     """Write train.jsonl, test.jsonl and images/. Returns conversations per split. Raises UserInputError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserInputError(f"{folder} exists and is not an empty folder: choose another.")
@@ -23,16 +53,43 @@ def write_example(folder: Path) -> dict[str, int]:
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         for split in SPLITS:
-            rows = builtin_rows(EXAMPLE, split)
             lines = []
-            for index in range(len(rows)):
-                row = rows.row(index)
-                names = [f"images/{split}-{index:03d}-{k}.png" for k in range(len(row["images"]))]
-                for name, content in zip(names, row["images"], strict=True):
+            for index, (messages, images) in enumerate(read(split)):
+                names = [f"images/{split}-{index:03d}-{k}.png" for k in range(len(images))]
+                for name, content in zip(names, images, strict=True):
                     (folder / name).write_bytes(content)
-                lines.append(json.dumps({"messages": row["messages"], "images": names}) + "\n")
+                lines.append(json.dumps({"messages": messages, "images": names}) + "\n")
             write_atomic(folder / f"{split}.jsonl", "".join(lines))
-            counts[split] = len(rows)
+            counts[split] = len(lines)
     except OSError as error:
         raise UserInputError(f"Cannot write {folder}: {error.strerror or error}.") from error
     return counts
+
+
+def _episode(env: VisionEnv, split: Split, index: int, form: str) -> Conversation:
+    """The episode of an item, with a right answer in each turn."""
+    observation, info = env.reset(seed=index, options={"index": index, "split": split})
+    messages, ended = list(observation.messages), False
+    while not ended:
+        answer = _right_answer(env, info, form)
+        messages.append(Message.of("assistant", answer))
+        observation, _, terminated, truncated, info = env.step(answer)
+        ended = terminated or truncated
+        messages += () if ended else observation.messages
+    return [_written(message) for message in messages], [image.png for message in messages for image in message.images]
+
+
+def _right_answer(env: VisionEnv, info: Mapping[str, Any], form: str) -> str:
+    if (example := env.example()) is not None:
+        return example
+    if "reference" not in info:
+        raise UserInputError(
+            f"{type(env).__name__} states no right answers: give it a method example() that returns the right answer "
+            'to what was shown last, or info["reference"] where it opens an episode.'
+        )
+    return form.replace("{}", str(info["reference"]))
+
+
+def _written(message: Message) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
+    return {"role": message.role, "content": content}

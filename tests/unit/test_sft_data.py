@@ -17,12 +17,14 @@ import pytest
 from PIL import Image
 
 from rl_vlm.config import load_sft_config
+from rl_vlm.envs.base import EpisodeEnv, Item, Reply
+from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.supervised.conversations import SFTConversation
 from rl_vlm.supervised.dataset import JobData, open_job_data
-from rl_vlm.supervised.example import write_example
+from rl_vlm.supervised.example import write_answers, write_example
 from rl_vlm.supervised.sources import open_conversations
-from rl_vlm.types import EncodedImage, Message, UserInputError
+from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 
 REPLY = {"role": "assistant", "content": "Two."}
 
@@ -149,6 +151,47 @@ def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_pa
             assert built_in[index].messages == files[index].messages
     with pytest.raises(UserInputError, match="choose another"):
         write_example(tmp_path / "data")
+
+
+class Doubled(EpisodeEnv):
+    """Two turns: a number, and its double."""
+
+    def open(self, item: Item) -> Observation:
+        self._wanted = item.index
+        return Observation.user(Image.new("RGB", (32, 32), "red"), f"Say {item.index}.")
+
+    def reply(self, text: str) -> Reply:
+        reward, self._wanted = float(text == self.example()), 2 * self._wanted
+        return Reply(reward, None if self.is_last_turn else Observation.user("Say twice that."))
+
+    def example(self) -> str:
+        return str(self._wanted)
+
+
+def test_an_environments_own_answers_become_conversations(tmp_path: Path) -> None:
+    env = Doubled(num_train=5, num_test=3, max_turns=2)
+    assert write_answers(tmp_path / "data", env, "<answer>{}</answer>", 4) == {"train": 4, "test": 1}
+    found = open_conversations(str(tmp_path / "data"), "train")[3]
+    assert [(message.role, message.text) for message in found.messages] == [
+        ("user", "Say 3."),
+        ("assistant", "3"),
+        ("user", "Say twice that."),
+        ("assistant", "6"),
+    ]
+    assert [image.to_pil().getpixel((0, 0)) for image in found.messages[0].images] == [(255, 0, 0)]
+
+
+def test_truths_of_data_become_answers_of_a_form(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"question": "How many?", "answer": k, "image": "a.png"} for k in range(3)])
+    (tmp_path / "a.png").write_bytes(png())
+    rows = tmp_path / "rows.jsonl"
+    env = make("QA-v0", data={"train": f"{rows}@[:2]", "test": f"{rows}@[2:]"})
+    assert write_answers(tmp_path / "data", env, "It is {}.", 100) == {"train": 2, "test": 1}
+    assert open_conversations(str(tmp_path / "data"), "test")[0].messages[1].text == "It is 2."
+    with pytest.raises(UserInputError, match="once"):
+        write_answers(tmp_path / "other", env, "It is.", 100)
+    with pytest.raises(UserInputError, match="example"):
+        write_answers(tmp_path / "third", make("Shapes-v0"), "{}", 100)
 
 
 # --- bad rows
