@@ -1,4 +1,4 @@
-"""Boxes in an image as models write them: four numbers in brackets, two points, named corners, or four bare numbers."""
+"""Boxes and points in an image as models write them: numbers in brackets or bare, two points, named corners."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def box_of(text: str) -> tuple[float, float, float, float] | None:
         return None
     x1, y1, x2, y2 = numbers
     return (x1, y1, x2, y2) if x1 < x2 and y1 < y2 else None
+
+
+def point_of(text: str) -> tuple[float, float] | None:
+    """x, y of the last point that a text has, in brackets, by names or bare (`click(8, 9)`, `{"point_2d": [8, 9]}`,
+    `x=8, y=9`, `<point>8 9</point>`), or the centre of its box; None without one."""
+    text = usual_width(text)
+    if (box := box_of(text)) is not None:
+        return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    named = {name.lower(): float(number) for name, number in _NAMED.findall(text)}
+    pairs = [_numbers(pair) for pair in _POINT.findall(text)]
+    pairs = pairs or [[named[name] for name in "xy" if name in named]]
+    if len(pairs[-1]) != 2:
+        pairs = [found for run in _BARE.findall(text) if len(found := _numbers(run)) == 2]
+    return (pairs[-1][0], pairs[-1][1]) if pairs and all(abs(one) < _MOST for one in pairs[-1]) else None
 
 
 def _numbers_of(text: str) -> list[float]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from rl_vlm.rewards.coordinates import BRACKETS, overlap
+from rl_vlm.rewards.coordinates import BRACKETS, box_of, overlap, point_of
 from rl_vlm.rewards.math import is_equal
 from rl_vlm.rewards.text import usual_width
 from rl_vlm.rewards.truths import bare_truth
@@ -98,6 +99,32 @@ def iou(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> l
     return _best(completions, answer, overlap)
 
 
+def point_in_box(
+    completions: Sequence[Completion],
+    answer: Sequence[Any],
+    image: Sequence[Any] | None = None,
+    point_unit: float | None = None,
+    box_unit: float | None = None,
+    **_: Any,
+) -> list[float]:
+    """1 for a point (or the centre of a box) within the box x1 y1 x2 y2, as ScreenSpot counts (arXiv 2401.10935).
+
+    A unit is what the image's width and height are in: 1, 1000 as Qwen3-VL writes them, or None for pixels. Where the
+    point has another than the box, the size of the first `image` converts them.
+    """
+
+    def hits(size: tuple[int, int], said: str, truth: str) -> float:
+        point, box = point_of(said), box_of(truth)
+        if point is None or box is None:
+            return 0.0
+        x, y = (one * (box_unit or side) / (point_unit or side) for one, side in zip(point, size, strict=True))
+        return float(box[0] <= x <= box[2] and box[1] <= y <= box[3])
+
+    sizes = [(1, 1) if one is None else one.size for one in image or [None] * len(completions)]
+    each = zip(completions, answer, sizes, strict=True)
+    return [_best([completion], [box], partial(hits, size))[0] for completion, box, size in each]
+
+
 def anls(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
     """The similarity of document questions (ANLS; Biten et al. 2019, arXiv 1905.13648, equation 1).
 
@@ -117,7 +144,8 @@ def anls(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> 
 
 
 FUNCTIONS: dict[str, RewardFunction] = {
-    "exact": exact, "math": math, "choice": choice, "format": format_, "iou": iou, "anls": anls,
+    "exact": exact, "math": math, "choice": choice, "format": format_, "iou": iou,
+    "point_in_box": point_in_box, "anls": anls,
 }  # fmt: skip
 
 

@@ -170,6 +170,11 @@ BUILT_IN: list[tuple[str, str, Any, float]] = [
     ("iou", "none", [0, 0, 10, 10], 0), ("iou", "[10, 10, 0, 0]", "[0, 0, 10, 10]", 0),
     ("anls", "<answer>Hello World</answer>", ["hello world", "x"], 1), ("anls", "helo", "hello", 0.8),
     ("anls", "hexxx", "hello", 0), ("anls", "a", "a long answer", 0),
+    ("point_in_box", "5, 6", [0, 0, 10, 10], 1), ("point_in_box", "click(11, 6)", [0, 0, 10, 10], 0),
+    ("point_in_box", "<answer>click(start_box='<|box_start|>(10,10)<|box_end|>')</answer>", "[0, 0, 10, 10]", 1),
+    ("point_in_box", '```json\n[{"point_2d": [3, 4], "label": "OK"}]\n```', [[5, 5, 9, 9], [0, 0, 10, 10]], 1),
+    ("point_in_box", "x=3, y=12", [0, 0, 10, 10], 0), ("point_in_box", "<point>3 4</point>", [0, 0, 10, 10], 1),
+    ("point_in_box", "[4, 4, 20, 8]", [0, 0, 10, 10], 0), ("point_in_box", "the button", [0, 0, 10, 10], 0),
 ]  # fmt: skip
 
 
@@ -178,6 +183,20 @@ def test_built_in_functions_equal_values_by_hand(name: str, text: str, answer: A
     assert FUNCTIONS[name]([text, [{"role": "assistant", "content": text}]], answer=[answer] * 2) == pytest.approx(
         [reward] * 2
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "reward"),
+    [
+        ("(500, 250)", {"point_unit": 1000, "box_unit": 1}, 1.0),
+        ("(500, 250)", {"point_unit": 1000}, 0.0),  # 320, 60 of pixels
+        ("(320, 60)", {"box_unit": 1}, 1.0),
+        ("(0.5, 0.6)", {"point_unit": 1, "box_unit": 1}, 0.0),
+    ],
+)
+def test_a_point_and_a_box_may_have_different_units(text: str, units: dict[str, float], reward: float) -> None:
+    image = [Image.new("RGB", (640, 240))]
+    assert FUNCTIONS["point_in_box"]([text], answer=[[0.4, 0.2, 0.6, 0.3]], image=image, **units) == [reward]
 
 
 TABLE = table("reward_functions")

@@ -22,9 +22,9 @@ from rl_vlm.types import Message, Split, UserInputError
 Part = Literal["image", "question", "answer"]
 # How data sets name their columns, the most telling name first.
 NAMES: dict[str, tuple[str, ...]] = {
-    "image": ("images", "image", "img", "picture", "photo", "image_path", "file_names", "file_name"),
+    "image": ("images", "image", "img", "picture", "photo", "image_path", "file_names", "file_name", "img_filename"),
     "question": ("question", "prompt", "messages", "conversations", "problem", "query", "instruction", "text"),
-    "answer": ("answer", "answers", "ground_truth", "solution", "label", "target", "response", "output"),
+    "answer": ("answer", "answers", "ground_truth", "solution", "label", "target", "response", "output", "bbox"),
 }
 _SPLITS: dict[str, Split] = {
     "train": "train", "training": "train",
