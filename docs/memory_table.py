@@ -10,28 +10,32 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rl_vlm.config import load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.memory import KV
-from rl_vlm.learning.memory import OF_UPDATES
-from rl_vlm.runs.memory import make_plan, on_gpus
+from rl_vlm.learning.memory import OF_UPDATES, recomputed_layers
+from rl_vlm.models.memory.shape import GIB
+from rl_vlm.runs.memory import make_plan, on_gpus, shape_of
 from rl_vlm.runs.memory_plan import MemoryPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/memory.md"
 CARDS = (24, 48, 80, 141)  # GB, as sold
-PARTS = [("replica", name) for name in ("weights", "other")] + [
-    ("learner", name) for name in ("weights", "other", "update")
-]
+PARTS = [(kind, name) for kind in ("replica", "learner") for name in ("weights", "other")]
 HEAD = [
-    "recipe", "card", "replica: weights", "other", "learner: weights", "other", "update",
-    "1 GPU: keys and values", "samples", "left", "2, 4, 8 GPUs: keys and values", "samples", "left",
+    "recipe", "card", "replica: weights", "other", "learner: weights", "other",
+    "1 GPU: keys and values", "samples", "update", "kept", "left",
+    "2, 4, 8 GPUs: keys and values", "samples", "update", "kept", "left",
 ]  # fmt: skip
 _PLACE = re.compile(r"(<!-- python docs/memory_table.py -->\n\n).*?\n\n", re.DOTALL)
 
 
-def plan_of(recipe: Path, card: int, gpus: int) -> MemoryPlan:
+def plan_of(recipe: Path, card: int, gpus: int) -> tuple[MemoryPlan, str]:
+    """The plan, and how many layers keep their activations."""
     run = load_config(recipe, [*on_gpus(gpus), f"model.gpu_memory_gib={card}"])
-    return make_plan(run, run.model.least_gpu_gib)
+    assert isinstance(run, PolicyConfig) and run.model.least_gpu_gib is not None
+    shape = shape_of(run.model.path)
+    kept = shape.text.layers - recomputed_layers(run, shape, int(run.model.least_gpu_gib * GIB))
+    return make_plan(run, run.model.least_gpu_gib), f"{kept}/{shape.text.layers}"
 
 
 def sizes(plan: MemoryPlan) -> dict[tuple[str, str], int]:
@@ -50,18 +54,19 @@ def row(recipe: Path, card: int) -> list[str] | None:
     parts: dict[tuple[str, str], int] = {}
     for counts in ((1,), (2, 4, 8)):  # on several each process has a card, and holds the same on all of them
         plans = [plan_of(recipe, card, gpus) for gpus in counts]
-        first = plans[0]
+        first, kept = plans[0]
         if not first.fits:
-            placed += ["–"] * 3
+            placed += ["–"] * 5
             continue
         parts = sizes(first)
         left = ", ".join(f"{100 * (one.left or 0) / (one.size or 1):.0f} %" for one in first.cards)
-        placed += [gib(parts["replica", KV]), ", ".join(str(plan.samples) for plan in plans), left]
+        samples = ", ".join(str(plan.samples) for plan, _ in plans)
+        placed += [gib(parts["replica", KV]), samples, gib(parts["learner", "update"]), kept, left]
     return [f"{card} GB", *(gib(parts[part]) for part in PARTS), *placed] if parts else None
 
 
 def gib(size: int) -> str:
-    return f"{size / 2**30:.1f}"
+    return f"{size / GIB:.1f}"
 
 
 def table() -> str:

@@ -8,7 +8,7 @@ Random weights of the published shapes. `--size tiny` tries the same code on a C
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +131,11 @@ class Bench:
 
     def checkpointing(self) -> Gaps:
         """Layers computed again against layers that are kept."""
-        yield from self._two_ways("checkpointing", "learner__gradient_checkpointing", 1e-4)
+        yield from self._two_ways("checkpointing", "learner__checkpoint", 1e-4, ("all", "none"))
 
-    def _two_ways(self, name: str, key: str, threshold: float) -> Gaps:
+    def _two_ways(self, name: str, key: str, threshold: float, ways: Sequence[Any] = (True, False)) -> Gaps:
         losses, gradients, tokens = [], [], []
-        for value in (True, False):
+        for value in ways:
             policy, run = self.policy("float32", **{key: value})
             updater, stats = PolicyUpdater(policy, run), UpdateStats()
             (packed,) = updater.pack(self.minibatch(policy))
@@ -153,7 +153,7 @@ class Bench:
 
     def first_ratio(self) -> Gaps:
         """The first ratios are exactly 1: the pass with a gradient gives what the one without gave."""
-        policy, run = self.policy("bfloat16", learner__gradient_checkpointing=True)
+        policy, run = self.policy("bfloat16", learner__checkpoint="all")
         updater, stats = PolicyUpdater(policy, run), UpdateStats()
         (packed,) = updater.pack(self.minibatch(policy))
         for micro in packed:

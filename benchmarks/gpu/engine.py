@@ -50,7 +50,7 @@ class Bench:
         )
         self.run = run_config(
             folder, "bfloat16", learner__micro_batch_tokens=self.tokens, serving__max_context=self.tokens // 2,
-            learner__gradient_checkpointing=True,
+            learner__checkpoint="all",
         )  # fmt: skip
         self.policy: PolicyModel = make_policy(folder, self.run, device)
         self.updater = PolicyUpdater(self.policy, self.run)
@@ -183,7 +183,7 @@ def learn_until(stop: Any, steps: Any, folder: Path, tokens: int, side: int, dev
     with random_weights():
         run = run_config(
             folder, "bfloat16", learner__micro_batch_tokens=tokens, serving__max_context=tokens // 2,
-            learner__gradient_checkpointing=True,
+            learner__checkpoint="all",
         )  # fmt: skip
         policy = make_policy(folder, run, device)
     updater, strategy = PolicyUpdater(policy, run), Strategy(policy, make_optimizer(policy, run))

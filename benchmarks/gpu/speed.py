@@ -129,8 +129,8 @@ class Speed:
 
     def updates(self) -> None:
         """The update as it is, and with one thing changed at a time."""
-        self.update("update", learner__gradient_checkpointing=True)
-        self.update("update, no checkpointing", learner__gradient_checkpointing=False)
+        self.update("update", learner__checkpoint="all")
+        self.update("update, no checkpointing", learner__checkpoint="none")
         # More images than the cache holds: each step decodes them again.
         self.update("update, images not kept", model__image_cache_mib=0)
 
@@ -182,7 +182,7 @@ class Speed:
                 continue
             torch.cuda.set_per_process_memory_fraction(gib(reported) / whole)
             try:
-                self.update(f"update, a card of {sold} GB", learner__gradient_checkpointing=True)
+                self.update(f"update, a card of {sold} GB", learner__checkpoint="all")
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -126,7 +126,7 @@ class Learners:
             if isinstance(cause, torch.OutOfMemoryError) or any(text in str(cause) for text in _FULL):
                 raise LearnerOutOfMemoryError(
                     f"This did not fit into a learner's memory ({str(cause).splitlines()[0]}): lower "
-                    "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
+                    "learner.micro_batch_tokens, or set learner.checkpoint: all."
                 ) from error
             # Either a collective that failed because another learner died, or a defect.
             if not self.group.is_local and not self._all_answer():

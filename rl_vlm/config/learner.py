@@ -49,7 +49,21 @@ class OptimizerSection(ComputeSection):
     share_prompts: bool = True  # Samples of a group compute their common prompt once.
     # Of packed rows. dense: one mask over whole rows; segments: each continuation by itself; auto: what is cheaper.
     attention: Literal["auto", "segments", "dense"] = "auto"
-    gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
+    # Decoder layers, the first ones, that the backward pass computes again: less memory, more time. auto: as few as
+    # the plan fits on a GPU, and none without one.
+    checkpoint: Literal["auto", "none", "all"] | int = "auto"
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _is_known_or_a_number(cls, value: Any) -> Any:
+        if value not in ("auto", "none", "all") and not (type(value) is int and value >= 0):
+            raise ValueError(f"learner.checkpoint is {value!r}: give auto, none, all or a number of layers")
+        return value
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether layers may be computed again; those of a vision tower that is trained whole then are."""
+        return self.checkpoint not in ("auto", "none", 0)
 
 
 class LearnerSection(LearnerActors, OptimizerSection):
@@ -88,6 +102,10 @@ class LearnerSection(LearnerActors, OptimizerSection):
     def shards_layers(self) -> bool:
         """Whether each learner holds a part of the decoder's layers, so that forward passes wait for each other."""
         return self.strategy in ("fsdp2", "zero3")
+
+    @property
+    def may_recompute(self) -> bool:
+        return super().may_recompute or (self.checkpoint == "auto" and self.gpus_per_learner > 0)
 
     @property
     def in_step(self) -> bool:

@@ -3,22 +3,57 @@
 from __future__ import annotations
 
 from rl_vlm.config import CommonConfig, PolicyConfig
+from rl_vlm.config.serving import FILLED
+from rl_vlm.engines.memory import KV, replica_parts
 from rl_vlm.learning.sizes import HEAD_TILES
-from rl_vlm.models.memory.parts import Part, held_by_learner, update_tokens
+from rl_vlm.models.memory.parts import CUDA_CONTEXT, Part, held_by_learner, total_of, update_tokens
+from rl_vlm.models.memory.placement import learner_fraction
 from rl_vlm.models.memory.shape import ELEMENT, ModelShape
 
 OF_UPDATES = ("activations", "attention mask", "logits")  # parts that only an update needs
 _HEAD_COPIES = 4  # float32 arrays of a tile's shape at the peak
 
 
-def learner_parts(config: CommonConfig, shape: ModelShape) -> list[Part]:
-    """The parts of one learner."""
+def learner_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
+    """The parts of one learner on a GPU of `card` bytes; None: the size is not known."""
     held = held_by_learner(config, shape)
     if not isinstance(config, PolicyConfig):
         return held
+    return [*held[:2], *_update_parts(config, shape, recomputed_layers(config, shape, card)), *held[2:]]
+
+
+def recomputed_layers(config: PolicyConfig, shape: ModelShape, card: int | None) -> int:
+    """How many of the decoder's layers, the first ones, the backward pass computes again (`learner.checkpoint`).
+
+    `card` as in `learner_parts`. The others keep their activations, which are gone before a layer is computed again.
+    """
+    chosen, layers = config.learner.checkpoint, shape.text.layers
+    if not config.learner.may_recompute:
+        return 0
+    if chosen != "auto":
+        return layers if chosen == "all" else min(int(chosen), layers)
+    room = 0 if card is None else _room(config, shape, card)
+    # The last layer is always kept, because computing it again would save nothing.
+    fitting = (count for count in range(layers) if total_of(_update_parts(config, shape, count)) <= room)
+    return next(fitting, layers - 1)
+
+
+def _room(config: PolicyConfig, shape: ModelShape, card: int) -> int:
+    """Bytes that an update may take on a GPU, beside what is there meanwhile."""
+    fraction, held = learner_fraction(config, card), held_by_learner(config, shape)
+    if config.takes_turns:
+        held += [part for part in replica_parts(config, shape, card) if part.name != KV]
+    share = card if fraction is None else fraction * card + CUDA_CONTEXT
+    return int(FILLED * share) - total_of(held)
+
+
+def _update_parts(config: PolicyConfig, shape: ModelShape, recomputed: int) -> list[Part]:
     element = ELEMENT[config.model.dtype]
-    of_updates = [part(config, shape, element) for part in (_activations, _mask, _logits)]
-    return [*held[:2], *of_updates, *held[2:]]
+    return [
+        _activations(config, shape, element, recomputed),
+        _mask(config, shape, element, recomputed),
+        _logits(config, shape, element),
+    ]
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_modules: str) -> int:
@@ -40,24 +75,23 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
     return norms + element * (kept + inputs + rank * len(adapted))
 
 
-def _activations(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
+def _activations(config: PolicyConfig, shape: ModelShape, element: int, recomputed: int) -> Part:
     text, lora, tokens = shape.text, config.model.lora, update_tokens(config)
     # Linear layers that are trained whole keep their inputs, as those with LoRA do.
     rank, targets = (0, "all") if config.trains_full else (lora.rank, lora.target_modules)
     layer = layer_bytes_per_token(shape, element, rank, targets)
     working = 3 * text.width * element
-    inputs, what = element * text.hidden, f"{tokens} tokens × {text.layers} layers"
-    if config.learner.gradient_checkpointing:
-        kept, what = inputs * text.layers + layer, f"{what}' inputs, and one layer computed again"
-    else:
-        kept, what = layer * text.layers, f"{what}, no checkpointing"
+    # While a layer is computed again it takes as much as one that is kept.
+    inputs, whole = element * text.hidden, max(text.layers - recomputed, 1)
+    kept = inputs * (text.layers - whole) + layer * whole
+    what = f"{tokens} tokens × {text.layers} layers, of which {recomputed} are computed again"
     return Part("activations", tokens * (kept + 2 * inputs + working), what)
 
 
-def _mask(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
+def _mask(config: PolicyConfig, shape: ModelShape, element: int, recomputed: int) -> Part:
     tokens, longest = update_tokens(config), config.serving.max_context
     # As numbers that are added to the scores, by each layer for its backward pass.
-    layers = 1 if config.learner.gradient_checkpointing else shape.text.layers
+    layers = max(shape.text.layers - recomputed, 1)
     if config.learner.attention == "dense":
         # A packed row, a prompt with all its continuations, may be as long as a micro-batch; bytes while it is made.
         length = tokens if config.learner.share_prompts else longest

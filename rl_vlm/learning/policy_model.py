@@ -13,12 +13,14 @@ from torch import Tensor
 
 from rl_vlm.config import CriticSection, PolicyConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
+from rl_vlm.learning.memory import recomputed_layers
 from rl_vlm.learning.training import FullTraining, LoraTraining
 from rl_vlm.models.devices import choose_order, choose_precision
 from rl_vlm.models.families import make_backbone
 from rl_vlm.models.kernels import use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, lora_config
+from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.modules import text_model, towers
 from rl_vlm.models.trained import initial_adapter
 from rl_vlm.models.weights import WeightPayload
@@ -47,14 +49,7 @@ class PolicyModel:
         self.parameters = self.trained.parameters  # float32, without a critic's
         if run.model.adapter is not None:
             self.load(initial_adapter(run.model))
-        checkpointed: list[Any] = []  # parts whose layers the backward pass computes again
-        if run.learner.gradient_checkpointing:
-            trained = [text_model(self.model), *(towers(self.model) if run.model.train == "full" else ())]
-            checkpointed = [part for part in trained if hasattr(part, "gradient_checkpointing_enable")]
-        for part in checkpointed:
-            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
-            part.train()
+        checkpointed = self._checkpoint(folder, run, device) if run.learner.may_recompute else []
         head_dtype = run.model.head_dtype
         self.backbone = make_backbone(self.model, self.text.images, suppressed, cache_bytes, head_dtype, image_by_image)
         self.backbone.checkpoints_tower = len(checkpointed) > 1
@@ -86,6 +81,22 @@ class PolicyModel:
         self.lora.base_model_name_or_path = str(folder)
         torch.manual_seed(run.seed)  # so that A is drawn the same in every learner
         return LoraTraining(self.model, self.lora)
+
+    def _checkpoint(self, folder: Path, run: PolicyConfig | SFTConfig, device: str) -> list[Any]:
+        """Let the backward pass compute layers again; returns the parts that have such."""
+        decoder, count = text_model(self.model), run.learner.checkpoint
+        if isinstance(run, PolicyConfig):
+            card = torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else None
+            count = recomputed_layers(run, read_shape(folder), card)
+        trained = [decoder, *(towers(self.model) if run.model.train == "full" else ())]
+        parts = [part for part in trained if hasattr(part, "gradient_checkpointing_enable")]
+        for part in parts:
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
+            part.train()
+        for layer in decoder.layers[count:] if count != "all" else ():
+            layer.gradient_checkpointing = False
+        return parts
 
     def _make_critic(self, section: CriticSection, seed: int) -> Critic:
         torch.manual_seed(derive_seed(seed, 5) % 2**31)  # for another A than the policy's, the same in every learner

@@ -51,7 +51,7 @@ class MemoryPlan:
 
 def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
     """The plan for GPUs of `card` bytes each."""
-    parts = {"replica": replica_parts(config, shape, card), "learner": learner_parts(config, shape)}
+    parts = {"replica": replica_parts(config, shape, card), "learner": learner_parts(config, shape, card)}
     placed = place(config)
     starved = _starved(config, shape, card) if placed else ""
     if not placed:  # no process has a CUDA context, and the size of a GPU means nothing

@@ -28,7 +28,7 @@ _ROWS = 128  # tokens whose logits are in memory at a time
 class OutOfMemoryError(RLVLMError):
     """A step does not fit into the GPU's memory.
 
-    Do: lower `learner.micro_batch_tokens` or `sft.max_length`, or set `learner.gradient_checkpointing`.
+    Do: lower `learner.micro_batch_tokens` or `sft.max_length`, or set `learner.checkpoint: all`.
     """
 
 
@@ -54,7 +54,7 @@ class SFTTrainer:
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 "A step does not fit into the GPU's memory: lower learner.micro_batch_tokens or sft.max_length, or set "
-                "learner.gradient_checkpointing."
+                "learner.checkpoint: all."
             ) from error
         return loss, targets, norm
 

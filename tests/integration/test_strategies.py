@@ -17,7 +17,7 @@ from rl_vlm.zoo.tiny import model as tiny
 SHARDING = [
     pytest.param({"strategy": "fsdp2"}, id="fsdp2"),
     pytest.param({"strategy": "fsdp2", "offload_params": True}, id="fsdp2-offload"),
-    pytest.param({"strategy": "fsdp2", "gradient_checkpointing": True}, id="fsdp2-checkpointing"),
+    pytest.param({"strategy": "fsdp2", "checkpoint": 1}, id="fsdp2-checkpoint"),
     pytest.param({"strategy": "zero1"}, id="zero1"),
     pytest.param({"strategy": "zero1", "offload_optimizer": True}, id="zero1-offload"),
     pytest.param({"strategy": "zero2"}, id="zero2"),
@@ -102,7 +102,7 @@ def test_sharded_masters_make_the_full_update_of_one_process(tiny_folder: Path, 
 
 
 @pytest.mark.acceptance
-@pytest.mark.parametrize("more", [{"offload_params": True}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("more", [{"offload_params": True}, {"checkpoint": 1}])
 def test_sharded_masters_by_other_ways(tiny_folder: Path, more: dict[str, Any]) -> None:
     found = group(tiny_folder, 2, [0, 1], {"strategy": "fsdp2", "lr": 1e-4, **more}, model__train="full")
     check_equal(found, learn(tiny_folder, 1, [0, 1], **FULL))

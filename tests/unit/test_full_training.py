@@ -53,10 +53,10 @@ def trajectory(folder: Path) -> Trajectory:
     return conversation(text_side(folder), rng, [picture(rng, 64, 32), picture(rng), "What is it?"], [6])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_folder: Path, checkpointing: bool) -> None:
-    policy, run = full_policy(tiny_folder, learner__gradient_checkpointing=checkpointing)
-    assert policy.model.model.visual.is_gradient_checkpointing == checkpointing
+@pytest.mark.parametrize("checkpoint", ["none", 1, "all"])
+def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_folder: Path, checkpoint: Any) -> None:
+    policy, run = full_policy(tiny_folder, learner__checkpoint=checkpoint)
+    assert policy.model.model.visual.is_gradient_checkpointing == (checkpoint != "none")
     one = trajectory(tiny_folder)
     updater = PolicyUpdater(policy, run)
     (packed,) = updater.pack(batch_of([[train_sample(one, 1.0, 1.0)]]))

@@ -24,7 +24,7 @@ from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
 from rl_vlm.engines.memory import KV, kv_cache_bytes, max_kv_tokens, replica_parts
 from rl_vlm.engines.vllm_limits import CPU_HEADS, check_kernels
-from rl_vlm.learning.memory import layer_bytes_per_token
+from rl_vlm.learning.memory import layer_bytes_per_token, recomputed_layers
 from rl_vlm.models.families import generic
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory.parts import CUDA_CONTEXT, held_by_learner
@@ -32,7 +32,7 @@ from rl_vlm.models.memory.placement import driver_gpu, learner_fraction, place, 
 from rl_vlm.models.memory.reading import read_shape, shape_of_config
 from rl_vlm.models.memory.shape import ELEMENT, GIB, gib
 from rl_vlm.runs.memory import describe, make_plan, memory_needs, object_store_mib, shape_of
-from rl_vlm.runs.memory_plan import plan_memory
+from rl_vlm.runs.memory_plan import MemoryPlan, plan_memory
 from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -73,7 +73,7 @@ def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) ->
 AttentionInterface.register("counted", flash)
 
 
-def kept_bytes(size: str, layers: int, dtype: torch.dtype, target: str, tokens: int) -> int:
+def kept_bytes(size: str, layers: int, dtype: torch.dtype, target: str, tokens: int, recomputed: int = 0) -> int:
     """What autograd keeps of a forward pass of the real language model, on the meta device."""
     data = copy.deepcopy(PUBLISHED[size])
     data["text_config"]["num_hidden_layers"], data["vision_config"]["depth"] = layers, 1
@@ -94,10 +94,15 @@ def kept_bytes(size: str, layers: int, dtype: torch.dtype, target: str, tokens: 
         for module in model.model.language_model.modules():
             if hasattr(module, "variance_epsilon"):
                 module.forward = Norm.apply
+        model.model.language_model.train().gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": False}
+        )
+        for layer in model.model.language_model.layers[recomputed:]:
+            layer.gradient_checkpointing = False
         frozen = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.model.language_model(
-                inputs_embeds=torch.empty(1, tokens, data["text_config"]["hidden_size"], dtype=dtype),
+                inputs_embeds=torch.empty(1, tokens, data["text_config"]["hidden_size"], dtype=dtype).requires_grad_(),
                 position_ids=torch.empty(3, 1, tokens, dtype=torch.long),
                 attention_mask=torch.empty(1, 1, tokens, tokens, dtype=torch.bool),
                 use_cache=False,
@@ -163,7 +168,7 @@ def test_the_table_of_the_docs_is_what_the_plan_says() -> None:
     assert script["PAGE"].read_text() == script["page"]()  # python docs/memory_table.py writes it
     rows = [line.strip("| ").split(" | ") for line in script["table"]().splitlines()]
     # 2 × 2.13 * 10^9 bytes of weights, and 14.4 GiB at 112 KiB a token are 131 samples of 1,024.
-    assert rows[2][:3] == ["geo3k_2b, qa_2b, zoom_2b", "24 GB", "4.0"] and rows[2][10:12] == ["14.4", "131, 393, 786"]
+    assert rows[2][:3] == ["geo3k_2b, qa_2b, zoom_2b", "24 GB", "4.0"] and rows[2][11:13] == ["14.4", "131, 393, 786"]
 
 
 def test_a_plan_places_a_recipe_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,8 +228,8 @@ def test_all_weights_of_a_large_model_are_trained_on_cards_of_80_gb(size: str, c
     """A learner on each, which holds a part of the layers with its masters, gradients and moments."""
     shape = shape_of_config(PUBLISHED[size])
     run = recipe("geo3k_qwen3vl_8b", "model.train=full", "learner.lr=1e-6", "learner.strategy=fsdp2",
-                 f"learner.num_learners={cards}", "learner.gpus_per_learner=1", "learner.gradient_checkpointing=true",
-                 "serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.85")  # fmt: skip
+                 f"learner.num_learners={cards}", "learner.gpus_per_learner=1", "serving.gpus_per_replica=1",
+                 "serving.vllm.gpu_memory_utilization=0.85")  # fmt: skip
     plan = plan_memory(run, shape, gib(79.15))
     assert plan.fits
     layers, rest = shape.text.parameters, shape.parameters - shape.text.parameters
@@ -233,14 +238,54 @@ def test_all_weights_of_a_large_model_are_trained_on_cards_of_80_gb(size: str, c
     assert sizes(plan)["learner", "weights"] == pytest.approx(2 * (rest + 2 * layers // shape.text.layers))
 
 
-def test_checkpointing_saves_all_layers_but_one() -> None:
-    shape = shape_of_config(PUBLISHED["4b"])
-    with_it, without = (
-        sizes(plan_memory(recipe("geo3k_qwen3vl_4b", f"learner.gradient_checkpointing={on}"), shape, None))
-        for on in ("true", "false")
+def test_layers_that_are_computed_again_keep_what_autograd_keeps_of_them() -> None:
+    shape = shape_of_config(PUBLISHED["2b"])
+    planned, counted = (
+        [count(recomputed) for recomputed in (0, 1, 3)]
+        for count in (
+            lambda recomputed: sizes(
+                plan_memory(recipe("geo3k_qwen3vl_2b", f"learner.checkpoint={recomputed}"), shape, None)
+            )["learner", "activations"],
+            lambda recomputed: 128 * kept_bytes("2b", 4, torch.bfloat16, "all", 64, recomputed),
+        )
     )
-    layer = 8192 * layer_bytes_per_token(shape, 2, 32, "all")
-    assert without["learner", "activations"] - with_it["learner", "activations"] == 35 * layer - 36 * 8192 * 2560 * 2
+    assert [planned[0] - one for one in planned] == [counted[0] - one for one in counted]
+    assert planned[0] > planned[1] > planned[2]
+
+
+def activations(*overrides: str, card: float | None = 79.15) -> tuple[int, MemoryPlan]:
+    """How many of 8B's 36 layers the plan has computed again, and the plan."""
+    run, shape = recipe("geo3k_qwen3vl_8b", *overrides), shape_of_config(PUBLISHED["8b"])
+    size = None if card is None else gib(card)
+    return recomputed_layers(run, shape, size), plan_memory(run, shape, size)
+
+
+OWN = ("serving.gpus_per_replica=1", "learner.gpus_per_learner=1")  # a GPU each
+
+
+@pytest.mark.parametrize("overrides", [(), OWN, ("serving.vllm.rest_while_learning=false",),
+                                       (*OWN, "model.train=full", "learner.strategy=fsdp2", "learner.num_learners=4")])  # fmt: skip
+@pytest.mark.parametrize("card", [47.4, 79.15, 139.0])
+def test_as_many_layers_are_kept_as_fit(overrides: tuple[str, ...], card: float) -> None:
+    chosen, plan = activations(*overrides, card=card)
+    used = [one.used for one in plan.cards if "learner" in (process.kind for process in one.processes)]
+    _, all_again = activations(*overrides, "learner.checkpoint=all", card=card)
+    assert plan.fits == all_again.fits
+    if chosen:
+        _, one_more = activations(*overrides, f"learner.checkpoint={chosen - 1}", card=card)
+        assert not plan.fits or one_more.cards[-1].used > 0.94 * gib(card)
+    assert chosen == 35 or used[0] <= 0.97 * gib(card)
+
+
+def test_how_many_layers_are_computed_again() -> None:
+    assert [activations(f"learner.checkpoint={value}")[0] for value in ("none", "0", "7", "99", "all")] == [
+        0, 0, 7, 36, 36,
+    ]  # fmt: skip
+    assert activations("learner.checkpoint=auto", card=None)[0] == 35  # the size is not known
+    assert activations("learner.gpus_per_learner=0", "serving.gpus_per_replica=0", "learner.num_learners=0")[0] == 0
+    assert 0 < activations()[0] < activations(card=47.4)[0] == 35 and activations(card=139.0)[0] == 0
+    details = [part.detail for process in activations()[1].cards[0].processes for part in process.parts]
+    assert any("16 are computed again" in detail for detail in details)
 
 
 @pytest.mark.parametrize(
@@ -376,9 +421,9 @@ def test_settings_that_waste_a_gpu_or_digits_are_named(
 
 def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "geo3k_qwen3vl_8b.yaml")
-    assert cli.run(["plan", config, "learner.gradient_checkpointing=false", "--gpu-gib", "47.4"]) == 1
+    assert cli.run(["plan", config, "learner.checkpoint=none", "--gpu-gib", "47.4"]) == 1
     printed = capsys.readouterr().out
-    assert "It does not fit: set model.dtype=bfloat16 or learner.gradient_checkpointing=true" in printed
+    assert "It does not fit: set model.dtype=bfloat16 or learner.checkpoint=all" in printed
     assert cli.run(["plan", config, "model.path=other/unknown"]) == 1
     assert "other/unknown" in capsys.readouterr().err
     assert cli.run(["plan", config, "model.path=./nowhere"]) == 2

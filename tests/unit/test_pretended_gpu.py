@@ -125,7 +125,8 @@ class Learned:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {},
-    "checkpointing": {"learner__gradient_checkpointing": True},
+    "checkpoint": {"learner__checkpoint": 1},
+    "what fits": {"learner__gpus_per_learner": 1},
     "segments": {"learner__attention": "segments"},
     "dense": {"learner__attention": "dense"},
     "reference": {"algorithm__kl_coef": 0.1},
@@ -135,7 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo, adapter": {"algorithm__name": "ppo", "critic__kind": "adapter"},
     "full": {"model__train": "full"},
     "full, reference": {"model__train": "full", "algorithm__kl_coef": 0.1},
-    "full, checkpointing": {"model__train": "full", "learner__gradient_checkpointing": True},
+    "full, checkpoint": {"model__train": "full", "learner__checkpoint": "all"},
     "bfloat16": {"model__dtype": "bfloat16"},
     "bfloat16, wide head": {"model__dtype": "bfloat16", "model__head_dtype": "float32"},
     "bfloat16, full": {"model__dtype": "bfloat16", "model__train": "full"},

@@ -93,7 +93,7 @@ def _images(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     tower, patches = shape.tower, update_tokens(config) * shape.tower.merge**2
     inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * element
     kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
-    if full and config.learner.gradient_checkpointing:
+    if full and config.learner.may_recompute:
         kept = element * tower.hidden * tower.depth + kept // tower.depth
     return Part("images", patches * kept, f"{patches} patches at most, with a gradient")
 
