@@ -89,7 +89,7 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
         yield f"It does not fit. {plan.starved}"
     if any(card.left is not None and card.left < 0 for card in plan.cards):
         yield (
-            "It does not fit: set model.dtype=bfloat16 or learner.checkpoint=all, or lower "
+            "It does not fit: set model.dtype=bfloat16 and learner.checkpoint=auto, or lower "
             "learner.micro_batch_tokens, serving.max_context, and serving.vllm.gpu_memory_utilization or "
             "serving.max_rows."
         )

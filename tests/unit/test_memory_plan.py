@@ -423,7 +423,7 @@ def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFix
     config = str(CONFIGS / "geo3k_qwen3vl_8b.yaml")
     assert cli.run(["plan", config, "learner.checkpoint=none", "--gpu-gib", "47.4"]) == 1
     printed = capsys.readouterr().out
-    assert "It does not fit: set model.dtype=bfloat16 or learner.checkpoint=all" in printed
+    assert "learner.checkpoint=auto" in printed
     assert cli.run(["plan", config, "model.path=other/unknown"]) == 1
     assert "other/unknown" in capsys.readouterr().err
     assert cli.run(["plan", config, "model.path=./nowhere"]) == 2

@@ -20,6 +20,7 @@ from rl_vlm.config import PolicyConfig, RewardModelSection, SACSection, SFTConfi
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.labels import Label
+from rl_vlm.learning.memory import recomputed_layers
 from rl_vlm.learning.optimizer import make_optimizer, move_average
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
@@ -27,6 +28,7 @@ from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.preference.reward_examples import Examples
 from rl_vlm.preference.reward_model import RewardEnsemble
@@ -165,6 +167,20 @@ def test_a_learner_on_a_gpu_does_what_one_on_a_cpu_does(tiny_folder: Path, name:
     for here, other in ((cpu.payload, there.payload), (cpu.averaged, there.averaged)):
         # A step moves a weight by about 1e-3; Adam divides by a gradient's size, so rounding shows in single weights.
         check_close(here, other, 1e-5 if run.model.dtype == "float32" else 1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 80])
+def test_a_learner_computes_the_layers_again_that_the_plan_says(
+    tiny_folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_config(tiny_folder, learner__gpus_per_learner=1, learner__checkpoint="auto")
+    with pretended_gpu():
+        monkeypatch.setattr(torch.cuda.get_device_properties("cuda"), "total_memory", size << 30)
+        layers = PolicyModel(tiny_folder, run, "cuda").model.model.language_model.layers
+    count = recomputed_layers(run, read_shape(tiny_folder), size << 30)
+    assert count == (len(layers) - 1 if size == 1 else 0)
+    again = [layer.gradient_checkpointing and layer.training for layer in layers]
+    assert again == [True] * count + [False] * (len(layers) - count)
 
 
 def check_close(first: WeightPayload, second: WeightPayload, limit: float) -> None:
