@@ -39,7 +39,8 @@ class Learned:
     skipped: int = 0  # steps
     grown: list[float] = field(
         default_factory=list
-    )  # MiB of memory of its own that each process holds after the updates
+    )  # MiB of memory of its own that each process took for the prepared policy
+    kept: list[int] = field(default_factory=list)  # numbers that each process has of what is trained, and of moments
 
 
 def learn(
@@ -87,6 +88,7 @@ def learn(
     first.passes = [result.passes[0] for result in results]
     first.held = [result.held[0] for result in results]
     first.grown = [result.grown[0] for result in results]
+    first.kept = [result.kept[0] for result in results]
     return first
 
 
@@ -144,7 +146,9 @@ def _learned(
     if run.model.train == "lora":  # whose own B is zero
         randomize(policy, 1, 0.05)
     updater = PolicyUpdater(policy, run)
-    strategy = make_strategy(run.learner, policy, make_optimizer(policy, run))
+    optimizer = make_optimizer(policy, run)
+    strategy = make_strategy(run.learner, policy, optimizer)
+    grown = _own_memory() - before
     if start is not None:
         policy.trained.load({name: torch.from_numpy(array) for name, array in start.adapter.items()})
         strategy.restore({name: torch.from_numpy(array) for name, array in start.moments.items()})
@@ -162,7 +166,6 @@ def _learned(
                     micro_batches[0].weight *= np.float32("nan")
                 if updater.step(strategy, micro_batches, run.learner.max_grad_norm, stats):
                     norms.append(stats["policy/grad_norm"] - before)
-    grown = _own_memory() - before
     moments = {name: tensor.numpy() for name, tensor in strategy.state().items()}
     trajectory, payload = groups(folder, 99)[0].trajectories[0], policy.payload(1)
     whole = payload.state() if payload.tensors else {}  # of shards the first learner alone has all
@@ -176,6 +179,7 @@ def _learned(
         [_held(policy)],
         stats["policy/skipped_steps"],
         [grown],
+        [sum(one.numel() + sum(x.numel() for x in optimizer.state[one].values()) for one in policy.parameters)],
     )
 
 
