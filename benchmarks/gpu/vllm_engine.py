@@ -1,0 +1,221 @@
+"""The vLLM engine with a recipe's arguments beside a learner on the same GPU, which take turns; or with all weights.
+
+What the memory plan promised stands beside a figure as `..._planned`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import draw_adapter
+from common import free as free_memory
+from engine import Sampling
+from speed import planned_learner
+
+from rl_vlm.config import PolicyConfig, load_config
+from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.memory import KV
+from rl_vlm.engines.vllm_engine import VLLMEngine
+from rl_vlm.engines.vllm_weights import AdapterVersions
+from rl_vlm.learning import policy_model
+from rl_vlm.models.memory.reading import read_shape
+from rl_vlm.models.memory.shape import GIB
+from rl_vlm.runs.memory_plan import MemoryPlan, plan_memory
+
+RECIPES = Path(__file__).parents[2] / "configs"
+GAP = 0.03  # nats between engine and learner, in the mean
+_POLICIES = 5  # more than the adapters that vLLM keeps on the GPU and beside it
+# A recipe on a CPU, with the tiny model.
+_TINY = ("serving.gpus_per_replica=0", "learner.gpus_per_learner=0", "serving.max_context=256",
+         "rollout.max_new_tokens=64", "rollout.max_new_tokens_per_turn=64", "learner.micro_batch_tokens=256",
+         "serving.vllm.max_num_seqs=16", "serving.vllm.kv_cache_gib=1", "model.max_pixels=null")  # fmt: skip
+
+
+class Bench(Sampling):
+    """vLLM and a learner; the checks keep one engine, so that its start is paid for once."""
+
+    eager = False
+    whole: tuple[str, ...] = ()  # settings of a run that trains all weights
+
+    def __init__(self, folder: Path, size: str, device: str) -> None:
+        super().__init__(folder, size, device)
+        self.rows = (1, 4) if self.small else (8, 64, 256)
+        self.run = self._recipe()
+        self.shape = read_shape(folder)
+
+    def _recipe(self, *more: str) -> PolicyConfig:
+        name = f"geo3k_qwen3vl_{'2b' if self.small else self.size}.yaml"
+        words = (f"model.path={self.folder}", "serving.engine=vllm", *(_TINY if self.small else ()), *self.whole, *more)
+        run = load_config(RECIPES / name, words)
+        assert isinstance(run, PolicyConfig)
+        return run
+
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        return plan_memory(self.run, self.shape, None if self.small else torch.cuda.mem_get_info()[1])
+
+    @cached_property
+    def engine(self) -> VLLMEngine:
+        words = [f"serving.vllm.enforce_eager={str(self.eager).lower()}"]
+        return VLLMEngine(self.folder, self._recipe(*words))
+
+    def _free_gib(self) -> float:
+        return 0.0 if self.small else torch.cuda.mem_get_info()[0] / GIB
+
+    def _planned(self, part: str) -> float:
+        parts = [one for card in self.plan.cards for process in card.processes for one in process.parts]
+        return next(one.bytes for one in parts if one.name == part) / GIB
+
+    # --- the checks
+
+    def weights(self) -> None:
+        """Write random weights as a published model's, for vLLM to read; imports vLLM."""
+        started = time.perf_counter()
+        model = policy_model.load_model(self.folder, "bfloat16", self.device)
+        drawn = time.perf_counter()
+        model.save_pretrained(self.folder)
+        size = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+        self.report.add(
+            "weights", draw_s=drawn - started, write_s=time.perf_counter() - drawn, gib=size / GIB,
+            gib_planned=2 * self.shape.parameters / GIB,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start vLLM as a replica does, beside a learner, and load a first version."""
+        free, started = self._free_gib(), time.perf_counter()
+        cache = self.engine._llm.vllm_config.cache_config
+        taken = time.perf_counter() - started
+        used = free - self._free_gib()
+        began = time.perf_counter()
+        payload = self.publish()
+        (replica,) = (one for card in self.plan.cards for one in card.processes if one.kind == "replica")
+        self.report.add(
+            "start", seconds=taken, eager=self.eager, used_gib=used, used_gib_planned=replica.bytes / GIB,
+            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
+            kv_gib_planned=self._planned(KV), adapter_bytes=len(payload.tensors),
+            adapter_bytes_planned=self.plan.adapter_bytes, first_adapter_s=time.perf_counter() - began,
+        )  # fmt: skip
+
+    def start_eager(self) -> None:
+        """The same without compiling and CUDA graphs; made only where `start` fails."""
+        self.eager = True
+        self.start()
+
+    def agreement(self) -> None:
+        """Engine against learner, the likeliest tokens and tokens drawn at temperature 1."""
+        for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+            requests = self.requests(min(self.rows[-1], 64), seed=9, temperature=temperature)
+            self._hold_gap(name, requests)
+
+    def _hold_gap(self, name: str, requests: list[Any]) -> None:
+        gap = self.gap_of(requests)
+        self.report.add(f"gap, {name}", **gap)
+        self.report.hold(name, gap["mean_nats"], GAP)
+
+    def adapters(self) -> None:
+        """Adapters of more policies than vLLM has room for, then the oldest again, which it must read anew."""
+        seconds, payloads = [], []
+        for number in range(_POLICIES):
+            draw_adapter(self.policy, 10 + number, scale=0.05)
+            payloads.append(replace(self.policy.payload(1), policy=f"p{number}"))
+            started = time.perf_counter()
+            asyncio.run(self.engine.load_adapter(payloads[-1]))
+            seconds.append(time.perf_counter() - started)
+        requests = self.requests(8, seed=3, min_version=1, temperature=0.0)
+        for number in (*range(_POLICIES), 0):
+            self.policy.load(payloads[number])
+            asked = [replace(one, policy=f"p{number}", request_id=f"{one.request_id}-p{number}") for one in requests]
+            started = time.perf_counter()
+            self._hold_gap(f"p{number}{' again' if f'p{number}' in self.report.figures else ''}", asked)
+            seconds.append(time.perf_counter() - started)
+        asked = [replace(one, policy="p1") for one in requests]
+        self.report.hold("p1 looks like p0", float(self.gap_of(asked)["mean_nats"] < GAP), 0.0)
+        self.report.add("adapters", load_s=seconds[:_POLICIES], answer_s=seconds[_POLICIES:])
+        for number in range(_POLICIES):
+            asyncio.run(self.engine.drop_policy(f"p{number}"))
+        self.publish()
+
+    def decoding(self) -> None:
+        """Tokens per second by the number of samples at once, with the adapter and without."""
+        for rows in self.rows:
+            for name, version in (("adapter", None), ("no adapter", BASE_MODEL)):
+                rate = self.decode_rate(rows, 1 if self.small else 2, version)
+                self.report.add(f"decode {rows}, {name}", tokens_per_s=rate, samples_planned=self.plan.samples)
+
+    def turns(self) -> None:
+        """Three times: the engine gives its memory away, the learner steps, the engine loads the version and wakes."""
+        for number in range(3):
+            free, times = self._free_gib(), [time.perf_counter()]
+            asyncio.run(self.engine.sleep())
+            given = self._free_gib() - free
+            times.append(time.perf_counter())
+            if not self.small:
+                torch.cuda.reset_peak_memory_stats()
+            self.learn(2)
+            peak = 0.0 if self.small else torch.cuda.max_memory_allocated() / GIB
+            free_memory()
+            times.append(time.perf_counter())
+            self.publish()
+            times.append(time.perf_counter())
+            asyncio.run(self.engine.wake())
+            times.append(time.perf_counter())
+            rest, learn, load, wake = np.diff(times).tolist()
+            self.report.add(
+                f"turn {number}", rest_s=rest, learn_s=learn, load_s=load, wake_s=wake, given_gib=given,
+                given_gib_planned=0.0 if self.small else self._planned(KV), learner_gib=peak,
+                learner_gib_planned=planned_learner(self.run, self.shape),
+            )  # fmt: skip
+            self._hold_gap(f"after turn {number}", self.requests(8, seed=20 + number))
+
+    def in_flight(self) -> None:
+        """New versions under running samples, between two of their tokens."""
+        engine, rows = self.engine, min(self.rows[-1], 64)
+        before = engine._versions
+        engine._versions = AdapterVersions(engine._llm, "keep")  # of another run: sparing a second start
+        self.version = 0
+        self.publish()
+        requests = self.requests(rows, seed=5, max_new_tokens=2 * self.new)
+
+        async def under_way() -> tuple[Any, list[float]]:
+            running = asyncio.ensure_future(engine.generate(requests))
+            seconds = []
+            while not running.done() and len(seconds) < 3:
+                await asyncio.sleep(0.2)
+                started = time.perf_counter()
+                self.version += 1
+                await engine.load_adapter(self.policy.payload(self.version))
+                seconds.append(time.perf_counter() - started)
+            return await running, seconds
+
+        answers, seconds = asyncio.run(under_way())
+        versions = {version for answer in answers for one in answer.samples for _, version in one.pieces}
+        self.report.add("in flight", rows=rows, swap_s=seconds, versions=sorted(versions))
+        self.report.hold("samples of one version", float(len(versions) < 2), 0.0)
+        engine._versions.close()
+        engine._versions, self.version = before, before.version
+
+    def killed(self) -> None:
+        """The engine core is killed: the engine says so, and does not hang."""
+        (core,) = self.engine._llm.engine_core.resources.engine_manager.processes
+        os.kill(core.pid, signal.SIGKILL)
+        started = time.perf_counter()
+        try:
+            self.generate(self.requests(8, seed=1))
+        except EngineError as error:
+            said = str(error)
+        else:
+            raise AssertionError("It answered without its engine core.")
+        while not self.engine.dead:
+            time.sleep(0.05)
+        self.report.add("killed", noticed_s=time.perf_counter() - started, said=said)
+        asyncio.run(self.engine.close())
+        del self.engine
