@@ -86,7 +86,6 @@ CHECKS = {
         Check("engine.decoding", "more", 60),
         Check("engine.adapter", "more", 20),
         Check("engine.gap", "more", 40),
-        Check("engine.beside_a_learner", "more", 60),
     )
 }
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from common import draw_adapter
 from common import free as free_memory
-from engine import Sampling
+from engine import GAP, Sampling
 from speed import planned_learner
 
 from rl_vlm.config import PolicyConfig, load_config
-from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.memory import KV
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.engines.vllm_weights import AdapterVersions
@@ -32,7 +32,6 @@ from rl_vlm.models.memory.shape import GIB
 from rl_vlm.runs.memory_plan import MemoryPlan, plan_memory
 
 RECIPES = Path(__file__).parents[2] / "configs"
-GAP = 0.03  # nats between engine and learner, in the mean
 _POLICIES = 5  # more than the adapters that vLLM keeps on the GPU and beside it
 # A recipe on a CPU, with the tiny model.
 _TINY = ("serving.gpus_per_replica=0", "learner.gpus_per_learner=0", "serving.max_context=256",
@@ -101,7 +100,7 @@ class Bench(Sampling):
         self.report.add(
             "start", seconds=taken, eager=self.eager, used_gib=used, used_gib_planned=replica.bytes / GIB,
             kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
-            kv_gib_planned=self._planned(KV), adapter_bytes=len(payload.tensors),
+            kv_gib_planned=self._planned(KV), samples_planned=self.plan.samples, adapter_bytes=len(payload.tensors),
             adapter_bytes_planned=self.plan.adapter_bytes, first_adapter_s=time.perf_counter() - began,
         )  # fmt: skip
 
@@ -113,13 +112,8 @@ class Bench(Sampling):
     def agreement(self) -> None:
         """Engine against learner, the likeliest tokens and tokens drawn at temperature 1."""
         for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
-            requests = self.requests(min(self.rows[-1], 64), seed=9, temperature=temperature)
-            self._hold_gap(name, requests)
-
-    def _hold_gap(self, name: str, requests: list[Any]) -> None:
-        gap = self.gap_of(requests)
-        self.report.add(f"gap, {name}", **gap)
-        self.report.hold(name, gap["mean_nats"], GAP)
+            requests = self.requests(self.most, seed=9, temperature=temperature)
+            self.hold_gap(name, requests)
 
     def adapters(self) -> None:
         """Adapters of more policies than vLLM has room for, then the oldest again, which it must read anew."""
@@ -135,7 +129,7 @@ class Bench(Sampling):
             self.policy.load(payloads[number])
             asked = [replace(one, policy=f"p{number}", request_id=f"{one.request_id}-p{number}") for one in requests]
             started = time.perf_counter()
-            self._hold_gap(f"p{number}{' again' if f'p{number}' in self.report.figures else ''}", asked)
+            self.hold_gap(f"p{number}{' again' if f'p{number}' in self.report.figures else ''}", asked)
             seconds.append(time.perf_counter() - started)
         asked = [replace(one, policy="p1") for one in requests]
         self.report.hold("p1 looks like p0", float(self.gap_of(asked)["mean_nats"] < GAP), 0.0)
@@ -143,13 +137,6 @@ class Bench(Sampling):
         for number in range(_POLICIES):
             asyncio.run(self.engine.drop_policy(f"p{number}"))
         self.publish()
-
-    def decoding(self) -> None:
-        """Tokens per second by the number of samples at once, with the adapter and without."""
-        for rows in self.rows:
-            for name, version in (("adapter", None), ("no adapter", BASE_MODEL)):
-                rate = self.decode_rate(rows, 1 if self.small else 2, version)
-                self.report.add(f"decode {rows}, {name}", tokens_per_s=rate, samples_planned=self.plan.samples)
 
     def turns(self) -> None:
         """Three times: the engine gives its memory away, the learner steps, the engine loads the version and wakes."""
@@ -174,11 +161,11 @@ class Bench(Sampling):
                 given_gib_planned=0.0 if self.small else self._planned(KV), learner_gib=peak,
                 learner_gib_planned=planned_learner(self.run, self.shape),
             )  # fmt: skip
-            self._hold_gap(f"after turn {number}", self.requests(8, seed=20 + number))
+            self.hold_gap(f"after turn {number}", self.requests(8, seed=20 + number))
 
     def in_flight(self) -> None:
         """New versions under running samples, between two of their tokens."""
-        engine, rows = self.engine, min(self.rows[-1], 64)
+        engine, rows = self.engine, self.most
         before = engine._versions
         engine._versions = AdapterVersions(engine._llm, "keep")  # of another run: sparing a second start
         self.version = 0
