@@ -24,7 +24,7 @@ LIMIT = 60 << 20  # bytes of a file
 LEARNER = ("annotated-types", "pydantic", "pydantic-core", "transformers", "typing-inspection")
 ENGINE = (
     "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors", "depyf", "dill", "fastapi", "httpcore2",
-    "httpx2", "jiter", "jsonschema", "jsonschema-specifications", "llguidance", "lark", "msgspec", "openai",
+    "httpx2", "jiter", "jsonschema", "jsonschema-specifications", "llguidance", "lark", "loguru", "msgspec", "openai",
     "oss-harmony", "partial-json-parser", "pybase64", "python-multipart", "pyzmq", "referencing", "rpds-py",
     "setproctitle", "sniffio", "starlette", "truststore", "vllm", "xgrammar",
 )  # fmt: skip

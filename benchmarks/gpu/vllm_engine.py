@@ -33,10 +33,10 @@ from rl_vlm.runs.memory_plan import MemoryPlan, plan_memory
 
 RECIPES = Path(__file__).parents[2] / "configs"
 _POLICIES = 5  # more than the adapters that vLLM keeps on the GPU and beside it
-# A recipe on a CPU, with the tiny model.
-_TINY = ("serving.gpus_per_replica=0", "learner.gpus_per_learner=0", "serving.max_context=256",
-         "rollout.max_new_tokens=64", "rollout.max_new_tokens_per_turn=64", "learner.micro_batch_tokens=256",
-         "serving.vllm.max_num_seqs=16", "serving.vllm.kv_cache_gib=1", "model.max_pixels=null")  # fmt: skip
+# What a recipe lacks for the tiny model, and for a CPU.
+_TINY = ("serving.max_context=256", "rollout.max_new_tokens=64", "rollout.max_new_tokens_per_turn=64",
+         "learner.micro_batch_tokens=256", "serving.vllm.max_num_seqs=16", "model.max_pixels=null")  # fmt: skip
+_CPU = ("serving.gpus_per_replica=0", "learner.gpus_per_learner=0", "serving.vllm.kv_cache_gib=1")
 
 
 class Bench(Sampling):
@@ -48,27 +48,30 @@ class Bench(Sampling):
     def __init__(self, folder: Path, size: str, device: str) -> None:
         super().__init__(folder, size, device)
         self.rows = (1, 4) if self.small else (8, 64, 256)
+        self.on_gpu = device == "cuda"
         self.run = self._recipe()
         self.shape = read_shape(folder)
 
     def _recipe(self, *more: str) -> PolicyConfig:
         name = f"geo3k_qwen3vl_{'2b' if self.small else self.size}.yaml"
-        words = (f"model.path={self.folder}", "serving.engine=vllm", *(_TINY if self.small else ()), *self.whole, *more)
+        here = (*(_TINY if self.small else ()), *(() if self.on_gpu else _CPU))
+        words = (f"model.path={self.folder}", "serving.engine=vllm", *here, *self.whole, *more)
         run = load_config(RECIPES / name, words)
         assert isinstance(run, PolicyConfig)
         return run
 
     @cached_property
     def plan(self) -> MemoryPlan:
-        return plan_memory(self.run, self.shape, None if self.small else torch.cuda.mem_get_info()[1])
+        return plan_memory(self.run, self.shape, torch.cuda.mem_get_info()[1] if self.on_gpu else None)
 
     @cached_property
     def engine(self) -> VLLMEngine:
-        words = [f"serving.vllm.enforce_eager={str(self.eager).lower()}"]
-        return VLLMEngine(self.folder, self._recipe(*words))
+        if not any(self.folder.glob("*.safetensors")):
+            self.weights()
+        return VLLMEngine(self.folder, self._recipe(f"serving.vllm.enforce_eager={str(self.eager).lower()}"))
 
     def _free_gib(self) -> float:
-        return 0.0 if self.small else torch.cuda.mem_get_info()[0] / GIB
+        return torch.cuda.mem_get_info()[0] / GIB if self.on_gpu else 0.0
 
     def _planned(self, part: str) -> float:
         parts = [one for card in self.plan.cards for process in card.processes for one in process.parts]
@@ -145,10 +148,10 @@ class Bench(Sampling):
             asyncio.run(self.engine.sleep())
             given = self._free_gib() - free
             times.append(time.perf_counter())
-            if not self.small:
+            if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             self.learn(2)
-            peak = 0.0 if self.small else torch.cuda.max_memory_allocated() / GIB
+            peak = torch.cuda.max_memory_allocated() / GIB if self.on_gpu else 0.0
             free_memory()
             times.append(time.perf_counter())
             self.publish()
@@ -158,7 +161,7 @@ class Bench(Sampling):
             rest, learn, load, wake = np.diff(times).tolist()
             self.report.add(
                 f"turn {number}", rest_s=rest, learn_s=learn, load_s=load, wake_s=wake, given_gib=given,
-                given_gib_planned=0.0 if self.small else self._planned(KV), learner_gib=peak,
+                given_gib_planned=self._planned(KV) if self.on_gpu else 0.0, learner_gib=peak,
                 learner_gib_planned=planned_learner(self.run, self.shape),
             )  # fmt: skip
             self.hold_gap(f"after turn {number}", self.requests(8, seed=20 + number))
