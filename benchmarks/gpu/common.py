@@ -1,4 +1,4 @@
-"""What the GPU checks share: models of the published shapes with random weights, conversations, and a report in JSON.
+"""What the GPU checks share: models of the published shapes with random weights, and conversations.
 
 They need torch, transformers, peft, pydantic, PyYAML, numpy and pillow: neither Ray nor vLLM nor a network. They need
 no torchvision, because no picture is resized.
@@ -6,29 +6,24 @@ no torchvision, because no picture is resized.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import platform
 import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image
+from report import SkippedError
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import rl_vlm.zoo.tiny
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
+from rl_vlm.engines import transformers_engine
+from rl_vlm.learning import policy_model
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
@@ -36,7 +31,6 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import disable_cudnn_attention, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
 
-SIZES = ("2b", "4b", "8b")
 # The configurations of the published Qwen3-VL models, by size.
 _PUBLISHED = Path(__file__).parents[2] / "tests/fixtures/qwen3_vl.json"
 # The tiny model as it comes with the package: what builds it imports environments, and these gymnasium and more.
@@ -44,93 +38,32 @@ _TINY = Path(rl_vlm.zoo.tiny.__path__[0]) / "shipped" / "small"
 _MAX_PIXELS = 1024 * 1024
 
 
-@dataclass(slots=True)
-class Report:
-    """Figures by name, in the order in which they came."""
-
-    name: str
-    size: str
-    device: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
-
-    def add(self, name: str, **figures: Any) -> None:
-        """Keep and print the figures of one measurement."""
-        self.figures[name] = figures
-        shown = ", ".join(f"{key} {_shown(value)}" for key, value in figures.items() if not isinstance(value, list))
-        print(f"{name}: {shown}", flush=True)
-
-    @contextmanager
-    def measured(self, name: str) -> Iterator[None]:
-        """What is measured in here may fail by itself, such as for want of memory: its error is the figure."""
-        try:
-            yield
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            self.failed.append(name)
-            self.add(name, error=f"{type(error).__name__}: {reason}")
-        free()
-
-    def finish(self, out: Path | None) -> int:
-        """Write JSON where asked for; 1 where something failed, whose name is printed."""
-        if out is not None:
-            out.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-        for name in self.failed:
-            print(f"failed: {name}", file=sys.stderr)
-        return 1 if self.failed else 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON that `--out` writes."""
-        on_gpu = self.device == "cuda"
-        return {
-            "name": self.name,
-            "size": self.size,
-            "machine": {
-                "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-                "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 2) if on_gpu else None,
-                "cuda": torch.version.cuda if on_gpu else None,
-            },
-            "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
-            "figures": self.figures,
-            "failed": self.failed,
-        }
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def arguments(description: str | None, default: str) -> argparse.ArgumentParser:
-    """The command line that all checks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", *SIZES), default=default or None, help="tiny: a CPU, in seconds")
-    parser.add_argument("--out", type=Path, help="write JSON here")
-    return parser
+def prepare(work: Path, size: str) -> tuple[Path, str]:
+    """The model folder of a size in `work`, and the device; from now on models of this process have drawn weights."""
+    device, folder = device_of(size), work / f"model-{size}"
+    quiet_libraries()
+    draw_weights()
+    return folder if folder.is_dir() else write_folder(folder, size), device
 
 
 def device_of(size: str) -> str:
-    """cuda, or cpu for the tiny size. Ends the program where a GPU is needed and there is none."""
+    """cuda, or cpu for the tiny size. Raises SkippedError where a GPU is needed and there is none."""
     if torch.cuda.is_available():
         return "cuda"
     if size == "tiny":
         torch.set_num_threads(1)  # more would wait for each other
         return "cpu"
-    sys.exit(f"Size {size} needs a GPU, and torch sees none: use --size tiny.")
-
-
-@contextmanager
-def scratch(size: str) -> Iterator[Path]:
-    """A model folder without weights, which are drawn where a model is loaded while this lasts."""
-    quiet_libraries()
-    with tempfile.TemporaryDirectory(prefix="rl-vlm-gpu-") as place, random_weights():
-        yield write_folder(Path(place) / "model", size)
+    raise SkippedError(f"Size {size} needs a GPU, and torch sees none: use --size tiny.")
 
 
 def write_folder(folder: Path, size: str) -> Path:
     """Configuration, tokenizer and image settings of a size: the published shapes with the tiny model's tokenizer."""
     like = AutoConfig.from_pretrained(_TINY)
     config = like
-    if size != "tiny":
+    if size == "tiny":  # vLLM's attention on a CPU wants heads of 32
+        config.text_config.head_dim = 32
+        config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
+    else:
         data = json.loads(_PUBLISHED.read_text())[size]
         for section in ("text_config", "vision_config"):
             # As published: weights drawn as widely as the tiny model's would make bfloat16's rounding grow from layer
@@ -148,9 +81,8 @@ def write_folder(folder: Path, size: str) -> Path:
     return folder
 
 
-@contextmanager
-def random_weights(seed: int = 0) -> Iterator[None]:
-    """While this lasts, learner and engine draw a model's weights on its device instead of reading tens of gigabytes.
+def draw_weights(seed: int = 0) -> None:
+    """Let learner and engine draw a model's weights on its device instead of reading tens of gigabytes.
 
     They are drawn in bfloat16, so that a model in float32 has exactly those of one in bfloat16.
     """
@@ -172,11 +104,7 @@ def random_weights(seed: int = 0) -> Iterator[None]:
             )
         return model.to(getattr(torch, dtype)).requires_grad_(False).eval()
 
-    with (
-        mock.patch("rl_vlm.learning.policy_model.load_model", drawn),
-        mock.patch("rl_vlm.engines.transformers_engine.load_model", drawn),
-    ):
-        yield
+    policy_model.load_model = transformers_engine.load_model = drawn
 
 
 def run_config(folder: Path, dtype: str, **dotted: Any) -> PolicyConfig:
@@ -189,13 +117,19 @@ def run_config(folder: Path, dtype: str, **dotted: Any) -> PolicyConfig:
 
 
 def make_policy(folder: Path, run: PolicyConfig, device: str, scale: float = 0.01) -> PolicyModel:
-    """A policy whose adapter changes the model: both of its matrices are drawn, always the same."""
+    """A policy whose adapter, if it trains one, changes the model: both of its matrices are drawn, always the same."""
     policy = PolicyModel(folder, run, device)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    if run.model.train == "lora":
+        draw_adapter(policy, 1, scale)
     return policy
+
+
+@torch.no_grad()
+def draw_adapter(policy: PolicyModel, seed: int, scale: float = 0.01) -> None:
+    """Draw both matrices of every LoRA layer anew; a seed gives always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def picture(rng: np.random.Generator, width: int, height: int) -> EncodedImage:

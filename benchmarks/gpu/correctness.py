@@ -1,32 +1,25 @@
-"""Does the learner compute the right thing on this GPU? A check beyond its threshold is named, and the code is 1.
-
-    python benchmarks/gpu/correctness.py [--size 2b] [--out FILE]
-
-Random weights of the published shapes. `--size tiny` tries the same code on a CPU in seconds.
-"""
+"""Does the learner compute the right thing on this GPU? Each check compares values with their thresholds."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from common import (
-    Report,
-    arguments,
     conversation,
-    device_of,
     free,
     group,
     make_policy,
     one_step,
     picture,
     run_config,
-    scratch,
 )  # fmt: skip
+from report import Report
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.optimizer import make_optimizer
@@ -44,9 +37,12 @@ Gaps = Iterator[tuple[str, float, float]]  # name, value, threshold
 class Bench:
     """The checks, each a generator of values and the thresholds that they must not exceed."""
 
+    report: Report
+
     def __init__(self, folder: Path, size: str, device: str) -> None:
         self.folder, self.device = folder, device
         self.small = size == "tiny"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 is the reference
         self.sides = (64, 96) if self.small else (224, 448)
         self.words, self.reply = (6, 8) if self.small else (64, 128)
 
@@ -72,6 +68,16 @@ class Bench:
         ]
 
     # --- the checks
+
+    def versions(self) -> None:
+        """What the other checks run on; the first to import torch and transformers."""
+        gpu = self.device == "cuda"
+        self.report.add(
+            "versions", python=platform.python_version(), cuda=torch.version.cuda if gpu else None,
+            device=torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
+            memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if gpu else None,
+            **{name: version(name) for name in ("torch", "transformers", "peft", "pydantic")},
+        )  # fmt: skip
 
     def backbone(self) -> Gaps:
         """Log-probabilities against transformers' plain forward pass: its own vision tower, positions and mask."""
@@ -133,9 +139,9 @@ class Bench:
         """Layers computed again against layers that are kept."""
         yield from self._two_ways("checkpointing", "learner__checkpoint", 1e-4, ("all", "none"))
 
-    def _two_ways(self, name: str, key: str, threshold: float, ways: Sequence[Any] = (True, False)) -> Gaps:
+    def _two_ways(self, name: str, key: str, threshold: float, values: tuple[Any, Any] = (True, False)) -> Gaps:
         losses, gradients, tokens = [], [], []
-        for value in ways:
+        for value in values:
             policy, run = self.policy("float32", **{key: value})
             updater, stats = PolicyUpdater(policy, run), UpdateStats()
             (packed,) = updater.pack(self.minibatch(policy))
@@ -235,40 +241,3 @@ class Bench:
             strategy.step(1.0)
             ends.append(torch.cat([parameter.detach().reshape(-1).cpu() for parameter in policy.parameters]))
         yield "moments_restored", float((ends[0] - ends[1]).abs().max()), 0.0
-
-
-def check(bench: Bench, report: Report, method: Callable[[], Gaps]) -> None:
-    """Run one check and keep its values."""
-    with report.measured(method.__name__):
-        for name, value, threshold in method():
-            passed = value <= threshold  # not for NaN
-            report.add(name, value=value, threshold=threshold, passed=passed)
-            if not passed:
-                report.failed.append(name)
-
-
-def main(arguments_given: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    args = arguments(__doc__, "2b").parse_args(arguments_given)
-    device = device_of(args.size)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 is the reference
-    report = Report("correctness", args.size, device)
-    with scratch(args.size) as folder:
-        bench = Bench(folder, args.size, device)
-        for method in (
-            bench.backbone,
-            bench.precision,
-            bench.wide_head,
-            bench.packing,
-            bench.checkpointing,
-            bench.first_ratio,
-            bench.kernels,
-            bench.sequences,
-            bench.moments,
-        ):
-            check(bench, report, method)
-    return report.finish(args.out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
