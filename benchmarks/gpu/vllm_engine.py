@@ -173,13 +173,13 @@ class Bench(Sampling):
         engine._versions = AdapterVersions(engine._llm, "keep")  # of another run: sparing a second start
         self.version = 0
         self.publish()
-        requests = self.requests(rows, seed=5, max_new_tokens=2 * self.new)
+        requests = self.requests(rows, seed=5, max_new_tokens=128 if self.small else 256)
 
         async def under_way() -> tuple[Any, list[float]]:
             running = asyncio.ensure_future(engine.generate(requests))
             seconds = []
             while not running.done() and len(seconds) < 3:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.05)
                 started = time.perf_counter()
                 self.version += 1
                 await engine.load_adapter(self.policy.payload(self.version))

@@ -25,8 +25,8 @@ def test_vllm_passes_all_checks_on_a_cpu(tmp_path: Path) -> None:
         timeout=800,
     )
     checks = json.loads(out.read_text())["checks"]
-    assert done.returncode == 0, (checks, done.stderr[-3000:])
-    assert [one["status"] for one in checks] == ["ok"] * 9
+    assert [one["name"] + one["reason"] for one in checks if one["status"] != "ok"] == [], done.stderr[-3000:]
+    assert done.returncode == 0 and len(checks) == 9
     figures = {name: figures for one in checks for name, figures in one["figures"].items()}
     assert figures["start"]["kv_tokens"] > 0
     assert figures["reload"]["gap_before_nats"] > figures["reloaded"]["threshold"] > figures["reloaded"]["value"]
