@@ -18,7 +18,7 @@ class Bench(vllm_engine.Bench):
         """Learn, and let the engine take all weights: it agrees with the learner before and after, and not between."""
         asked = self.requests(8, seed=4)
         self.hold_gap("as read", asked)
-        self.learn(2, lr=1e-4)
+        self.learn(2, lr=1e-3)
         moved = self.gap_of(asked)["mean_nats"]
         started = time.perf_counter()
         payload = self.publish()
