@@ -96,7 +96,7 @@ def test_the_full_fine_tune_of_large_recipes_passes_a_dry_run(
     config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
     changes = (f"model.path={model_folders[size]}", f"env.data={FIXTURES}", "model.train=full", "learner.lr=1e-6")
     assert rl_vlm(["train", str(config), "--dry-run", *changes]) == 2
-    learner = float(capsys.readouterr().out.split("learner ")[1].split()[0])
+    learner = float(capsys.readouterr().out.split("learner: ")[1].split()[0])
     # Per parameter: 2 bytes to compute with, and 4 each of master, gradient and two moments.
     assert learner * 2**30 > 18e9 * QWEN3_VL[size][1]
 
