@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -59,9 +60,10 @@ def plan(
     """
     from rl_vlm.runs.memory import better_in_pairs, describe, make_plan, on_gpus
 
-    run = load_run(config, overrides)
-    placement = on_gpus(gpus, gpus > 1 and better_in_pairs(run)) if gpus else []
-    run = load_run(config, [*placement, *(overrides or ())])
+    run, placement = load_run(config, overrides), list[str]()
+    if gpus:
+        placement = on_gpus(gpus, gpus > 1 and better_in_pairs(run))
+        run = load_run(config, [*placement, *(overrides or ())])
     found = make_plan(run, gpu_gib)
     lines = [*filter(None, [" ".join(placement)]), *describe(run, found)]
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(lines))
@@ -193,7 +195,8 @@ def sft_example(
         run = of_policy(load_run(source, None))
         load_plugins(run.plugins)
         part = next(iter(run.env.parts.values()))
-        written = write_answers(folder, make(part.id, **part.make_kwargs()), form, count)
+        with closing(make(part.id, **part.make_kwargs())) as env:
+            written = write_answers(folder, env, form, count, run.rollout.max_turns)
     counts = ", ".join(f"{count} conversations in {split}.jsonl" for split, count in written.items())
     say(f"Wrote {folder}: {counts}.")
 

@@ -29,7 +29,7 @@ def write_example(folder: Path) -> dict[str, int]:
     return write_conversations(folder, built_in)
 
 
-def write_answers(folder: Path, env: VisionEnv, form: str, most: int) -> dict[str, int]:
+def write_answers(folder: Path, env: VisionEnv, form: str, most: int, max_turns: int) -> dict[str, int]:
     """Write right answers to the environment's first items, `most` of them to learn and a fifth as many to test.
 
     An answer is what `env.example()` says, or `info["reference"]` in the `form`, whose {} it replaces. Returns and
@@ -40,7 +40,8 @@ def write_answers(folder: Path, env: VisionEnv, form: str, most: int) -> dict[st
 
     def answered(split: Split) -> Iterator[Conversation]:
         size, wanted = env.num_items(split), most if split == "train" else max(most // 5, 1)
-        return (_episode(env, split, index, form) for index in range(wanted if size is None else min(size, wanted)))
+        count = wanted if size is None else min(size, wanted)
+        return (_episode(env, split, index, form, max_turns) for index in range(count))
 
     return write_conversations(folder, answered)
 
@@ -49,12 +50,13 @@ def write_conversations(folder: Path, read: Callable[[Split], Iterator[Conversat
     """Write train.jsonl, test.jsonl and images/. Returns conversations per split. Raises UserInputError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserInputError(f"{folder} exists and is not an empty folder: choose another.")
+    found = {split: [*read(split)] for split in SPLITS}  # what cannot be read leaves no folder behind
     counts: dict[str, int] = {}
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
-        for split in SPLITS:
+        for split, conversations in found.items():
             lines = []
-            for index, (messages, images) in enumerate(read(split)):
+            for index, (messages, images) in enumerate(conversations):
                 names = [f"images/{split}-{index:03d}-{k}.png" for k in range(len(images))]
                 for name, content in zip(names, images, strict=True):
                     (folder / name).write_bytes(content)
@@ -66,16 +68,17 @@ def write_conversations(folder: Path, read: Callable[[Split], Iterator[Conversat
     return counts
 
 
-def _episode(env: VisionEnv, split: Split, index: int, form: str) -> Conversation:
+def _episode(env: VisionEnv, split: Split, index: int, form: str, max_turns: int) -> Conversation:
     """The episode of an item, with a right answer in each turn."""
     observation, info = env.reset(seed=index, options={"index": index, "split": split})
-    messages, ended = list(observation.messages), False
-    while not ended:
+    messages: list[Message] = []
+    for _ in range(max_turns):
         answer = _right_answer(env, info, form)
-        messages.append(Message.of("assistant", answer))
-        observation, _, terminated, truncated, info = env.step(answer)
-        ended = terminated or truncated
-        messages += () if ended else observation.messages
+        messages += [*observation.messages, Message.of("assistant", answer)]
+        observation, _, terminated, truncated, found = env.step(answer)
+        info = {**info, **found}
+        if terminated or truncated:
+            break
     return [_written(message) for message in messages], [image.png for message in messages for image in message.images]
 
 

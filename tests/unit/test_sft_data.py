@@ -170,7 +170,7 @@ class Doubled(EpisodeEnv):
 
 def test_an_environments_own_answers_become_conversations(tmp_path: Path) -> None:
     env = Doubled(num_train=5, num_test=3, max_turns=2)
-    assert write_answers(tmp_path / "data", env, "<answer>{}</answer>", 4) == {"train": 4, "test": 1}
+    assert write_answers(tmp_path / "data", env, "<answer>{}</answer>", 4, 9) == {"train": 4, "test": 1}
     found = open_conversations(str(tmp_path / "data"), "train")[3]
     assert [(message.role, message.text) for message in found.messages] == [
         ("user", "Say 3."),
@@ -186,12 +186,13 @@ def test_truths_of_data_become_answers_of_a_form(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     rows = tmp_path / "rows.jsonl"
     env = make("QA-v0", data={"train": f"{rows}@[:2]", "test": f"{rows}@[2:]"})
-    assert write_answers(tmp_path / "data", env, "It is {}.", 100) == {"train": 2, "test": 1}
+    assert write_answers(tmp_path / "data", env, "It is {}.", 100, 1) == {"train": 2, "test": 1}
     assert open_conversations(str(tmp_path / "data"), "test")[0].messages[1].text == "It is 2."
     with pytest.raises(UserInputError, match="once"):
-        write_answers(tmp_path / "other", env, "It is.", 100)
+        write_answers(tmp_path / "other", env, "It is.", 100, 1)
     with pytest.raises(UserInputError, match="example"):
-        write_answers(tmp_path / "third", make("Shapes-v0"), "{}", 100)
+        write_answers(tmp_path / "third", make("Shapes-v0"), "{}", 100, 1)
+    assert not (tmp_path / "third").exists()
 
 
 # --- bad rows

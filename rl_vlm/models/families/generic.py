@@ -183,9 +183,8 @@ class Backbone:
             layout = SegmentLayout.of(segments, self.device)
             known = self._settings
             head_dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
-            is_one_call = takes_sequences(self.device, self.model.dtype, head_dim)
-            call_cost = 0 if is_one_call else _CALL_COST[self.device.type]
-            if self._attention == "segments" or layout.is_faster(segments.shape[1], call_cost):
+            always = self._attention == "segments" or takes_sequences(self.device, self.model.dtype, head_dim)
+            if always or layout.is_faster(segments.shape[1], _CALL_COST[self.device.type]):
                 return layout
         return dense_mask(torch.from_numpy(segments).to(self.device))
 
