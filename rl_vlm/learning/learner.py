@@ -47,12 +47,8 @@ class VLMModule(TorchRLModule):
             self.value_head = self.policy.critic.head
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What is trained as float32 numpy arrays, by name."""
-        return {name: tensor.detach().cpu().numpy() for name, tensor in self.policy.trained.weights().items()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Load what `get_state` returned."""
-        self.policy.trained.load({name: torch.as_tensor(array) for name, array in state.items()})
+        """Nothing: RLlib asks for it once, for env runners that hold weights; `VLMLearner.snapshot` is saved."""
+        return {}
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         raise TypeError("VLMModule samples through Ray Serve; it has no forward pass over RLlib batches.")

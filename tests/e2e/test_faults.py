@@ -86,6 +86,17 @@ def test_pairs_go_on_without_one_of_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance
+def test_sharded_learners_of_all_weights_go_on_without_one(tmp_path: Path) -> None:
+    full = ("model.train=full", "learner.lr=1e-3", "learner.strategy=fsdp2", "learner.num_learners=2")
+    with TrainingProcess(tmp_path / "run", *full, *ONE_LEARNER_ACTOR[1:]) as run:
+        run.wait_for_iteration(12)
+        run.kill(LEARNER)
+        assert run.wait() == 0, run.output()[-3000:]
+    result = run.result()
+    assert result["accuracy_after"] >= 0.90 and result["restarts"]["learner"] == 1
+
+
+@pytest.mark.acceptance
 def test_a_killed_driver_is_resumed(tmp_path: Path) -> None:
     with TrainingProcess(tmp_path / "run", "logging.checkpoint_every=10") as run:
         run.wait_for_iteration(47)
