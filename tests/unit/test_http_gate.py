@@ -163,7 +163,8 @@ def test_a_client_that_goes_away_frees_its_rows(
             pytest.raises(httpx.ReadTimeout),
             httpx.stream("POST", server.url + CHAT, json=body, timeout=httpx.Timeout(PATIENCE_S, read=0.15)) as reply,
         ):
-            next(reply.iter_lines())
+            lines = reply.iter_lines()  # kept: the connection is closed with its iterator
+            next(lines)
             wait_until(lambda: engine.stats().running > 0)
             raise httpx.ReadTimeout("seen enough")
         wait_until(lambda: never_ending.running == 0 and engine.stats().running == 0)

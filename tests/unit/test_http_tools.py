@@ -488,7 +488,7 @@ def test_a_prompts_scores_are_those_of_the_plain_model(real: Server, tiny_folder
         for max_tokens in (0, 1):
             more = {"extra_body": {"prompt_logprobs": 0}} if max_tokens else {}
             (choice,) = create(
-                model="tiny", prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=2, **more
+                model="tiny", prompt=prompt, max_tokens=max_tokens, temperature=0, echo=True, logprobs=2, **more
             ).choices
             told = choice.logprobs
             assert (
