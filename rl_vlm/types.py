@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -154,9 +154,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The messages that an environment appends to the conversation. Empty after the last step."""
+    """The messages that an environment appends to the conversation. Empty after the last step.
+
+    `context`, of an observation that is not the first, is all that the next turn's prompt shows.
+    """
 
     messages: tuple[Message, ...] = ()
+    context: tuple[Message, ...] | None = None
 
     @classmethod
     def user(cls, *parts: Part) -> Observation:
@@ -343,11 +347,24 @@ def judged_correct(info: Mapping[str, Any], reward: float) -> bool:
     return bool(correct) if isinstance(correct, bool | int | float | np.bool_ | np.number) else reward >= 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sequence that the engine saw: tokens [start, stop) of `Trajectory.token_ids`, which begin with a prompt."""
+
+    start: int
+    stop: int
+    images: tuple[int, ...]  # of `Trajectory.images`, in the order of their placeholders
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode as the learner sees it: token_ids int32 [T], loss_mask bool [T] (True where the policy sampled),
-    logprobs float32 [T] (behaviour log-probabilities, 0 where nothing was sampled), images in the order of their
-    placeholders."""
+    logprobs float32 [T] (behaviour log-probabilities, 0 where nothing was sampled), images in the order in which they
+    were first shown.
+
+    Where `rollout.history` or the environment rewrote what a turn shows, the tokens are those of several sequences,
+    one after the other; what a later one repeats of an earlier one was not sampled in it.
+    """
 
     trajectory_id: str
     token_ids: np.ndarray
@@ -360,6 +377,8 @@ class Trajectory:
     messages: tuple[Message, ...] = ()  # the recorded conversation; images replaced by their hash
     error: str = ""  # the reason, when aborted
     replica_ids: tuple[str, ...] = ()
+    segments: tuple[Segment, ...] = ()  # empty where all tokens are one sequence
+    sampled_before: int = 0  # of one of an episode's `parts`: tokens that the parts before it sampled
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -402,6 +421,40 @@ class Trajectory:
         """How many tokens the policy sampled."""
         return sum(turn.stop - turn.start for turn in self.turns)
 
+    @property
+    def placed_images(self) -> tuple[EncodedImage, ...]:
+        """One image for each place of an image in the tokens, in order."""
+        if not self.segments:
+            return self.images
+        return tuple(self.images[number] for segment in self.segments for number in segment.images)
+
+    @property
+    def parts(self) -> list[Trajectory]:
+        """The segments, each as a trajectory of its own tokens, turns and images."""
+        if not self.segments:
+            return [self]
+        parts, sampled = [], 0
+        for segment in self.segments:
+            start, stop = segment.start, segment.stop
+            turns = tuple(
+                replace(turn, start=turn.start - start, stop=turn.stop - start)
+                for turn in self.turns
+                if start <= turn.start < stop
+            )
+            part = replace(
+                self,
+                token_ids=self.token_ids[start:stop],
+                loss_mask=self.loss_mask[start:stop],
+                logprobs=self.logprobs[start:stop],
+                turns=turns,
+                images=tuple(self.images[number] for number in segment.images),
+                segments=(),
+                sampled_before=sampled,
+            )
+            parts.append(part)
+            sampled += part.num_sampled
+        return parts
+
     def check(self) -> Trajectory:
         """Return self if the arrays, spans and mask agree; raise TrajectoryError otherwise."""
         if not len(self.loss_mask) == len(self.logprobs) == len(self):
@@ -416,6 +469,7 @@ class Trajectory:
             ("turns follow each other from token 1 on", edges == sorted(edges) and all(size > 0 for size, _ in pieces)),
             ("pieces add up to their turn", all(total in (0, size) for size, total in pieces)),
             ("the loss mask is that of the turns", np.array_equal(self.loss_mask, sampled)),
+            ("segments are all of it, each a prompt and turns", self._is_whole()),
             ("rewards are finite", all(math.isfinite(turn.reward) for turn in self.turns)),
             # nan fails every comparison.
             ("log-probabilities are finite and at most 0", ((self.logprobs <= 1e-4) & (self.logprobs > -np.inf)).all()),
@@ -424,6 +478,16 @@ class Trajectory:
             if not holds:
                 raise TrajectoryError(f"trajectory {self.trajectory_id} is broken: it does not hold that {what}.")
         return self
+
+    def _is_whole(self) -> bool:
+        """Whether the segments follow each other without a gap, and each has a prompt and then turns."""
+        end = 0
+        for segment in self.segments:
+            own = [turn for turn in self.turns if segment.start <= turn.start < segment.stop]
+            if segment.start != end or not own or own[0].start == end or own[-1].stop > segment.stop:
+                return False
+            end = segment.stop
+        return not self.segments or end == len(self)
 
 
 @dataclass(slots=True)
@@ -488,6 +552,15 @@ def _restored(
 
 def as_encoded(image: Image.Image | EncodedImage) -> EncodedImage:
     return image if isinstance(image, EncodedImage) else EncodedImage.from_pil(image)
+
+
+def with_images(messages: Sequence[Message], images: Iterable[EncodedImage]) -> list[Message]:
+    """The messages with other images in the places of their own, in order."""
+    left = iter(images)
+    return [
+        replace(message, parts=tuple(part if isinstance(part, str) else next(left) for part in message.parts))
+        for message in messages
+    ]
 
 
 def images_of(messages: Sequence[Message]) -> tuple[EncodedImage, ...]:

@@ -17,7 +17,7 @@ from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.overrides import apply_overrides
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig, PreferenceSection, RewardModelSection, SACSection
-from rl_vlm.config.rollout import RolloutSection
+from rl_vlm.config.rollout import HistorySection, RolloutSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import AutoscalingSection, HTTPSection, ModelSection, ServingSection, TrainedModelSection
 from rl_vlm.config.sft import SFTConfig

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
 from rl_vlm.types import Grammar, InFlightUpdates
@@ -26,6 +26,39 @@ def _grammar(form: Mapping[str, Any]) -> Grammar:
         "rollout.format takes one of json (a schema), regex (a text), choice (a list of texts, numbers in quotes) and "
         "grammar (a text in Lark or GBNF), such as {regex: '[0-9]+'}"
     )
+
+
+class HistorySection(Section):
+    """What a turn shows of its episode. Older parts go in blocks, so that most prompts are the last one and more."""
+
+    place: ClassVar[str] = "rollout.history."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith(("omitted",), "images"),)
+
+    images: Count | None = None  # The newest pictures; null: all.
+    turns: Count | None = None  # The first observation, and the newest ones after it; null: all.
+    keep: Count | None = None  # How many stay when one too many would be shown. Default: half as many as are allowed.
+    omitted: str = "(an earlier picture)"  # Stands in the place of a picture that is left out.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all(cls, value: Any) -> Any:
+        return {} if value == "all" else value
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        limits = [limit for limit in (self.images, self.turns) if limit is not None]
+        if self.keep is not None and not limits:
+            yield "rollout.history.keep has no effect without rollout.history.images or turns: remove it, or set one"
+        elif self.keep is not None and self.keep > min(limits):
+            yield f"rollout.history.keep ({self.keep}) must be at most the images and turns that are shown"
+
+    @property
+    def is_all(self) -> bool:
+        return self.images is None and self.turns is None
+
+    def kept(self, limit: int) -> int:
+        """How many of something stay when `limit` is passed."""
+        return self.keep or max(limit // 2, 1)
 
 
 class RolloutSection(Section):
@@ -47,6 +80,7 @@ class RolloutSection(Section):
     # What each sampled turn is by construction: {json: SCHEMA}, {regex: TEXT}, {choice: [TEXT, ...]} or
     # {grammar: TEXT in Lark or GBNF}; null: any text.
     format: dict[str, Any] | None = None
+    history: HistorySection = HistorySection()  # all, or what follows.
     require_end_of_turn: bool = True  # A turn without its end-of-turn token ends the episode without a reward.
     # 0: sample, then learn. 1 or more: both at the same time, from groups that are at most so many versions old.
     max_policy_lag: Natural = 0

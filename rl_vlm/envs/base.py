@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rl_vlm.envs.errors import Info, StepResult, as_reward
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import Observation, Split, UserInputError
+from rl_vlm.types import Message, Observation, Split, UserInputError, images_of, with_images
 
 if TYPE_CHECKING:  # a file of one environment needs no pyarrow
     from rl_vlm.envs.data import TableSet
@@ -130,6 +130,8 @@ class EpisodeEnv(VisionEnv):
     _sizes: Mapping[str, int | None] = {"train": None, "test": None}
     _rows: TableSet[Any] | None = None
     _open = False
+    _has_context = False  # whether the class has one of its own
+    _said: list[Message]  # the conversation, for `context`
 
     def __init__(
         self,
@@ -145,6 +147,7 @@ class EpisodeEnv(VisionEnv):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.name = vars(cls).get("name", cls.__name__)
+        cls._has_context = cls.context is not EpisodeEnv.context
 
     @abstractmethod
     def open(self, item: Item) -> Observation | tuple[Observation, Info]:
@@ -153,6 +156,11 @@ class EpisodeEnv(VisionEnv):
     @abstractmethod
     def reply(self, text: str) -> Reply:
         """Answer one turn of the policy, of which `text` is the answer without its end-of-turn token."""
+
+    def context(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """What the next turn's prompt shows, in place of what `rollout.history` leaves of the conversation: a subclass
+        may leave out, sum up or draw anew. Pictures are `EncodedImage`s. A prompt that only grows is the cheapest."""
+        return messages
 
     @property
     def is_last_turn(self) -> bool:
@@ -196,6 +204,8 @@ class EpisodeEnv(VisionEnv):
         if not isinstance(info, Mapping):
             raise UserInputError(f"{self.name}: open() must return an Observation, or an Observation and a dict.")
         self._open = True
+        if self._has_context and isinstance(observation, Observation):
+            self._said = with_images(observation.messages, images_of(observation.messages))
         return observation, {"index": index, "split": split, **info}
 
     def step(self, action: str) -> StepResult:
@@ -211,4 +221,8 @@ class EpisodeEnv(VisionEnv):
         self._open = reply.message is not None and not cut
         truncated = reply.truncated or cut
         shown = reply.message if self._open and reply.message is not None else Observation()
+        if self._has_context and isinstance(shown, Observation) and shown.messages:
+            messages = with_images(shown.messages, images_of(shown.messages))
+            self._said += [Message.of("assistant", action), *messages]
+            shown = Observation(tuple(messages), context=tuple(self.context(tuple(self._said))))
         return shown, as_reward(reply.reward, "step()"), not self._open and not truncated, truncated, reply.info

@@ -218,8 +218,8 @@ class _Checks:
 
 def digest(observation: Observation) -> str:
     """A hash of every role, text and image."""
-    messages, images = pack_observation(observation)
-    return hashlib.sha256(b"".join((repr(messages).encode(), *images))).hexdigest()
+    packed, images = pack_observation(observation)
+    return hashlib.sha256(b"".join((repr(packed).encode(), *images))).hexdigest()
 
 
 def as_text(observation: Observation) -> str:

@@ -158,11 +158,17 @@ def _small(digits: str) -> int:
 def check_observation(observation: Any, where: str) -> None:
     """Raise EnvError unless it is an Observation of well-formed messages."""
     _expect(isinstance(observation, Observation), where, "an Observation", observation)
-    if not isinstance(observation.messages, tuple):
-        raise EnvError(
-            f"{where} returned an Observation whose messages are {_shape(observation.messages)}, not a tuple."
-        )
-    for number, message in enumerate(observation.messages):
+    _check_messages(observation.messages, where)
+    if observation.context is not None:
+        _check_messages(observation.context, f"{where}: context()")
+        if not observation.context or observation.context[-1].role == "assistant":
+            raise EnvError(f"{where}: context() returned messages that do not end with one for the policy to answer.")
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    if not isinstance(messages, tuple):
+        raise EnvError(f"{where} returned an Observation whose messages are {_shape(messages)}, not a tuple.")
+    for number, message in enumerate(messages):
         if not isinstance(message, Message) or not isinstance(message.parts, tuple):
             raise EnvError(f"{where} returned {_shape(message)} as message {number}; use Message.of(role, *parts).")
         if message.role not in ROLES:

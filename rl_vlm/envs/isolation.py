@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,7 +51,7 @@ def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
             ) from error
 
 
-def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:
+def pack_observation(observation: Observation) -> Frame:
     """An observation as JSON and the PNG bytes of its images."""
     blobs: list[bytes] = []
 
@@ -62,12 +62,17 @@ def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], li
         blobs.append(image.png)
         return {"width": image.width, "height": image.height}
 
-    messages = [{"role": one.role, "parts": [packed(part) for part in one.parts]} for one in observation.messages]
-    return messages, blobs
+    def listed(messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [{"role": one.role, "parts": [packed(part) for part in one.parts]} for one in messages]
+
+    reply = {"messages": listed(observation.messages)}
+    if observation.context is not None:
+        reply["context"] = listed(observation.context)
+    return reply, blobs
 
 
 def unpack_observation(
-    messages: Any, blobs: list[bytes], read: Callable[[bytes], EncodedImage] | None = None
+    reply: Mapping[str, Any], blobs: list[bytes], read: Callable[[bytes], EncodedImage] | None = None
 ) -> Observation:
     """The inverse of `pack_observation`; FrameError if the two do not fit together.
 
@@ -85,8 +90,11 @@ def unpack_observation(
             raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
         return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
 
+    def listed(messages: Any) -> tuple[Message, ...]:
+        return tuple(Message(one["role"], tuple(map(unpacked, one["parts"]))) for one in messages)
+
     try:
-        return Observation(tuple(Message(one["role"], tuple(map(unpacked, one["parts"]))) for one in messages))
+        return Observation(listed(reply["messages"]), listed(reply["context"]) if "context" in reply else None)
     except (TypeError, KeyError, StopIteration, RuntimeError, AttributeError) as error:
         raise FrameError(f"an observation does not fit its images ({error})") from error
 
@@ -126,8 +134,8 @@ class EnvWorker:
         else:
             observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
             reply = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
-        messages, blobs = pack_observation(observation)
-        return {"messages": messages, **reply}, blobs
+        packed, blobs = pack_observation(observation)
+        return {**packed, **reply}, blobs
 
 
 def prepare() -> Answer:
@@ -254,7 +262,7 @@ class ProcessEnv(EnvClient):
         return reply, blobs
 
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
-        return unpack_observation(reply["messages"], blobs)
+        return unpack_observation(reply, blobs)
 
     def _kill(self) -> str:
         """Kill the child; how it ended, in words."""

@@ -92,7 +92,7 @@ class RemoteEnv(EnvClient):
         if len(blobs) > MAX_IMAGES:
             raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
         try:
-            return unpack_observation(reply.get("messages"), blobs, decode)
+            return unpack_observation(reply, blobs, decode)
         except (FrameError, BadImageError) as error:
             raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error
 

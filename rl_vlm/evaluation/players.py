@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl_vlm.asking import Answer, Ask, Question, ask_again
@@ -11,10 +11,11 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
-from rl_vlm.rollout.episodes import Conversation, all_ended, viewed, viewed_opening
+from rl_vlm.rollout.episodes import Conversation, all_ended, viewed_observation, viewed_opening
+from rl_vlm.rollout.history import Shown
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import EncodedImage, Message, RLVLMError, images_of
+from rl_vlm.types import Message, RLVLMError, images_of, with_images
 from rl_vlm.waiting import all_or_none
 
 # Plays one task: its outcomes, or why it is lost.
@@ -85,7 +86,7 @@ class EndpointPlayer:
                 envs += await pool.borrow(task.size)
                 openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
                 first = openings[0][0].messages
-                shown = _with_images(first, await viewed_opening(images_of(first), task, pool))
+                shown = with_images(first, await viewed_opening(images_of(first), task, pool))
                 pairs = zip(envs, openings, strict=True)
                 episodes = [Conversation(env, list(shown), dict(info)) for env, (_, info) in pairs]
                 await all_ended([self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)])
@@ -95,10 +96,12 @@ class EndpointPlayer:
         return outcomes_of(self._config, task, episodes)
 
     async def _play_out(self, task: RolloutTask, sample: int, episode: Conversation, pool: EnvPool) -> None:
-        rollout = self._config.rollout
+        rollout, answers = self._config.rollout, []
+        shows = Shown(rollout.history, episode.messages)
         while budget := episode.next_budget(rollout):
             answer = await self._answer(task, sample, episode, budget)
-            episode.messages.append(Message.of("assistant", answer.text))
+            answers.append(Message.of("assistant", answer.text))
+            episode.messages.append(answers[-1])
             if not episode.add_turn(rollout, answer.sampled_tokens, answer.cut_off):
                 return
             (result,) = await pool.step([episode.env], [answer.text])
@@ -107,7 +110,12 @@ class EndpointPlayer:
             observation = episode.receive(result)
             if observation is None:
                 return
-            episode.messages += _with_images(observation.messages, viewed(images_of(observation.messages), task))
+            seen = viewed_observation(observation, task)
+            episode.messages += seen.messages
+            if (blocks := shows.rewritten(answer.text, seen)) is not None:
+                first, *others = blocks
+                pairs = zip(shows.replies, others, strict=True)
+                episode.messages[:] = [*first, *(one for turn, block in pairs for one in (answers[turn], *block))]
 
     async def _answer(self, task: RolloutTask, sample: int, episode: Conversation, budget: int) -> Answer:
         messages, turn = tuple(episode.messages), episode.num_turns
@@ -121,12 +129,3 @@ class EndpointPlayer:
 
     def close(self) -> None:
         self._pools.close()
-
-
-def _with_images(messages: Sequence[Message], images: Iterable[EncodedImage]) -> list[Message]:
-    """The messages with other images in the places of their own, in order."""
-    left = iter(images)
-    return [
-        Message(message.role, tuple(part if isinstance(part, str) else next(left) for part in message.parts))
-        for message in messages
-    ]

@@ -1,20 +1,21 @@
 """Packs trajectories into the micro-batches of one optimiser step.
 
 A packed row holds the prompt of a group once, followed by the group's continuations, each of which attends to the
-prompt and itself only. The result equals one row per sample, at a fraction of the work when prompts (images!) are long
-and answers are short.
+prompt and itself only. The result equals one row per sample, at a fraction of the work when prompts (images!) are
+long and answers are short. The segments of an episode are packed as if each were a trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rl_vlm.batches import in_batches
-from rl_vlm.learning.experience import turn_lengths
+from rl_vlm.learning.experience import Arrays, turn_lengths
 from rl_vlm.models.images import ImageLayout
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 
@@ -42,10 +43,17 @@ class Minibatch:
     weights: dict[str, float]
 
 
+class Part(NamedTuple):
+    """A segment of a trajectory; `start` is its first sampled token among those of the trajectory."""
+
+    trajectory_id: str
+    start: int
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """Padded arrays of one forward pass (B rows of L tokens, N sampled tokens), and what is known of these tokens
-    before the step: float32 [N], None where it is not needed or not known yet. A trajectory is never split."""
+    before the step: float32 [N], None where it is not needed or not known yet. A segment is never split."""
 
     input_ids: np.ndarray
     position_ids: np.ndarray
@@ -55,9 +63,9 @@ class MicroBatch:
     column: np.ndarray
     target: np.ndarray  # int64 [N]
     behaviour: np.ndarray  # float32 [N]: the engine's log-probabilities
-    sample: np.ndarray  # int64 [N]: the trajectory, by its place in `trajectory_ids`
-    turn: np.ndarray  # int64 [N]: the turn of the trajectory
-    trajectory_ids: list[str] = field(default_factory=list)
+    sample: np.ndarray  # int64 [N]: the segment, by its place in `parts`
+    turn: np.ndarray  # int64 [N]: the turn of the segment
+    parts: list[Part] = field(default_factory=list)
     next_images: list[EncodedImage] = field(default_factory=list)  # of the following micro-batch, to be read ahead
     counts: bool = True  # False for a pass that is made only because the other learners make one
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
@@ -77,18 +85,32 @@ class MicroBatch:
         begins = (np.diff(self.sample) != 0) | (np.diff(self.turn) != 0)
         return np.split(self.target, np.flatnonzero(begins) + 1)
 
-    def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """An array [N] as the arrays of the trajectories, by id."""
-        ends = np.cumsum(np.bincount(self.sample, minlength=len(self.trajectory_ids)))[:-1]
-        return dict(zip(self.trajectory_ids, np.split(tokens, ends), strict=True))
+    @property
+    def sizes(self) -> list[int]:
+        """The number of sampled tokens of each part."""
+        return np.bincount(self.sample, minlength=len(self.parts)).tolist()  # type: ignore[no-any-return]
 
     def join(self, tokens: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The inverse of `split`; other trajectories may be among them."""
-        return np.concatenate([tokens[trajectory_id] for trajectory_id in self.trajectory_ids])
+        """The arrays of trajectories, by id, as one [N]; other trajectories may be among them."""
+        parts = zip(self.parts, self.sizes, strict=True)
+        return np.concatenate([tokens[name][start : start + size] for (name, start), size in parts])
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give each token the weight of its trajectory."""
-        self.weight = np.array([weights[name] for name in self.trajectory_ids], dtype=np.float32)[self.sample]
+        self.weight = np.array([weights[name] for name, _ in self.parts], dtype=np.float32)[self.sample]
+
+
+def gathered(found: Iterable[tuple[MicroBatch, np.ndarray]]) -> Arrays:
+    """Arrays [N] of micro-batches as those of the trajectories, by id: the inverse of `MicroBatch.join`."""
+    pieces = {
+        part: piece
+        for micro, tokens in found
+        for part, piece in zip(micro.parts, np.split(tokens, np.cumsum(micro.sizes)[:-1]), strict=True)
+    }
+    arrays = defaultdict[str, list[np.ndarray]](list)
+    for part in sorted(pieces):
+        arrays[part.trajectory_id].append(pieces[part])
+    return {name: np.concatenate(own) for name, own in arrays.items()}
 
 
 class BatchBuilder:
@@ -106,7 +128,7 @@ class BatchBuilder:
 
     def build(self, groups: Sequence[Sequence[Trajectory]]) -> list[MicroBatch]:
         """Micro-batches in order of row length, without weights and advantages."""
-        rows = [self._row(part) for group in groups for part in self._split(group)]
+        rows = [self._row(row) for group in groups for alike in self._by_prompt(group) for row in self._split(alike)]
         rows.sort(key=lambda row: row.input_ids.shape[1])
 
         def fits(batch: list[MicroBatch], longer: MicroBatch) -> bool:
@@ -114,10 +136,20 @@ class BatchBuilder:
 
         return [self._stack(batch) for batch in in_batches(rows, fits)]
 
+    def _by_prompt(self, group: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        """The segments of the group's trajectories, those with the same prompt, images included, together."""
+        alike = defaultdict[Any, list[Trajectory]](list)
+        for part in (part for trajectory in group for part in trajectory.parts):
+            prompt = part.token_ids[: _prompt_length(part)].tobytes()
+            shown = tuple(image.sha256 for image in part.images[: self._prompt_images(part)])
+            alike[(prompt, shown) if self._share_prompts else len(alike)].append(part)
+        return list(alike.values())
+
     def _split(self, group: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
-        """The group as the fewest rows that are not too long, or one row per trajectory where packing is no cheaper."""
-        prefix = self._shared_prompt(group) if self._share_prompts else 0
-        for count in range(1, len(group) if prefix else 0):
+        """Segments of one prompt as the fewest rows that are not too long, or a row for each where packing is no
+        cheaper."""
+        prefix = _prompt_length(group[0])
+        for count in range(1, len(group)):
             rows = _spread(group, prefix, count)
             if all(len(row) == 1 or _packed_length(row, prefix) <= self._max_tokens for row in rows):
                 if all(self._is_cheaper(row, prefix) for row in rows):
@@ -164,18 +196,8 @@ class BatchBuilder:
             behaviour=np.concatenate([one.logprobs[one.loss_mask] for one in group]),
             sample=np.repeat(np.arange(len(group)), list(map(len, columns))),
             turn=np.concatenate([np.repeat(np.arange(len(one.turns)), turn_lengths(one)) for one in group]),
-            trajectory_ids=[one.trajectory_id for one in group],
+            parts=[Part(one.trajectory_id, one.sampled_before) for one in group],
         )
-
-    def _shared_prompt(self, group: Sequence[Trajectory]) -> int:
-        """The length of the prompt when all trajectories have the same one, images included; else 0."""
-
-        def prompt(trajectory: Trajectory) -> tuple[bytes, list[str]]:
-            ids = trajectory.token_ids[: _prompt_length(trajectory)]
-            return ids.tobytes(), [image.sha256 for image in trajectory.images[: self._prompt_images(trajectory)]]
-
-        first = prompt(group[0])
-        return _prompt_length(group[0]) if all(prompt(other) == first for other in group[1:]) else 0
 
     def _prompt_images(self, trajectory: Trajectory) -> int:
         """How many of the trajectory's images stand in its prompt."""
@@ -192,7 +214,7 @@ class BatchBuilder:
             length = row.input_ids.shape[1]
             ids[k, :length], segments[k, :length] = row.input_ids[0], row.segments[0]
             positions[:, k, :length] = row.position_ids[:, 0]
-        before = np.cumsum([0, *(len(row.trajectory_ids) for row in rows)])  # trajectories in the rows above
+        before = np.cumsum([0, *(len(row.parts) for row in rows)])  # parts in the rows above
         return MicroBatch(
             input_ids=ids,
             position_ids=positions,
@@ -204,7 +226,7 @@ class BatchBuilder:
             behaviour=np.concatenate([row.behaviour for row in rows]),
             sample=np.concatenate([row.sample + above for row, above in zip(rows, before, strict=False)]),
             turn=np.concatenate([row.turn for row in rows]),
-            trajectory_ids=[name for row in rows for name in row.trajectory_ids],
+            parts=[part for row in rows for part in row.parts],
         )
 
 

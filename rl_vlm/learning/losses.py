@@ -1,6 +1,7 @@
 """Policy-gradient losses per sampled token. Users register more.
 
-Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whole trajectories only."""
+Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whole segments only: whole trajectories,
+unless `rollout.history` rewrites what turns show."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ def mismatch_weights(
 ) -> tuple[Tensor, Tensor]:
     """The weight float32 [N] of each token's loss, without a gradient, and which tokens are masked, bool [N].
 
-    `sample` int64 [N] is the trajectory of each token. `settings.mismatch`: "truncate" caps the ratio at `tis_cap`;
+    `sample` int64 [N] is the segment of each token. `settings.mismatch`: "truncate" caps the ratio at `tis_cap`;
     "mask" keeps the ratio within the bounds and puts 0 outside (IcePop, arXiv 2510.18855); "sequence_mask" caps it, and
-    puts 0 on trajectories whose geometric mean of ratios is outside; "none" gives ones.
+    puts 0 on segments whose geometric mean of ratios is outside; "none" gives ones.
     """
     gap, cap = (old - behaviour).detach(), settings.tis_cap
     masked = torch.zeros_like(old, dtype=torch.bool)
@@ -40,7 +41,7 @@ def mismatch_weights(
 
 
 def sample_means(values: Tensor, sample: Tensor) -> Tensor:
-    """The mean of `values` [N] over each token's own trajectory, [N]; `sample` int64 [N] says which that is."""
+    """The mean of `values` [N] over each token's own segment, [N]; `sample` int64 [N] says which that is."""
     num_samples = int(sample.max()) + 1
     sums = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
     return (sums / torch.bincount(sample, minlength=num_samples))[sample]
@@ -54,7 +55,7 @@ class TokenBatch:
     old: Tensor  # under the policy before the first step of this update,
     behaviour: Tensor  # and under the engine that sampled
     advantage: Tensor
-    sample: Tensor  # the trajectory of the micro-batch
+    sample: Tensor  # the segment of the micro-batch
     turn: Tensor  # and its turn, both counted from 0
 
 
@@ -95,7 +96,7 @@ def clipped_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTer
 
 @register_loss("gspo")
 def sequence_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
-    """The clipped surrogate with one ratio per trajectory: the geometric mean of its tokens' ratios.
+    """The clipped surrogate with one ratio per segment: the geometric mean of its tokens' ratios.
 
     GSPO-token (arXiv 2507.18071, equations 7 and 14): the value of the ratio is the sequence's, its gradient flows
     through each token.

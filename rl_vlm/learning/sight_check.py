@@ -39,7 +39,7 @@ def sight_logprobs(
     "true", "blank", and counterfactuals with other images or positions or without the adapter, as far as they change
     something. `recompute` is `PolicyUpdater.recompute`. Raises UnfitImagesError."""
     for one in trajectories:
-        wanted = sum(images.num_features(image.width, image.height) for image in one.images)
+        wanted = sum(images.num_features(image.width, image.height) for image in one.placed_images)
         found = int((one.token_ids == images.image_token_id).sum())
         if wanted != found:
             raise UnfitImagesError(

@@ -4,7 +4,7 @@ Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_vlm.config import LearnerSection, PolicyConfig
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
-from rl_vlm.learning.batching import MicroBatch, Minibatch, make_builder, padding_batch
+from rl_vlm.learning.batching import MicroBatch, Minibatch, gathered, make_builder, padding_batch
 from rl_vlm.learning.critic import value_loss
 from rl_vlm.learning.logprobs import Allowed, Entropy, predicting_states, token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
@@ -46,13 +46,10 @@ class PolicyUpdater:
         """What an estimator needs to know of minibatches; an UpdateBatch without minibatches then means these."""
         self._scored = self._pack(minibatches)
         self._look_back(self._scored, score=True)
-        scores = Scores()
-        for micro in (micro for micro_batches in self._scored for micro in micro_batches if micro.counts):
-            if micro.old is not None and micro.reference is not None:
-                scores.log_ratio |= micro.split((micro.old - micro.reference).cpu().numpy())
-            if micro.values is not None:
-                scores.values |= micro.split(micro.values.cpu().numpy())
-        return scores
+        return Scores(
+            _of_trajectories(self._scored, lambda micro: _difference(micro.old, micro.reference)),
+            _of_trajectories(self._scored, lambda micro: micro.values),
+        )
 
     def pack(self, batch: UpdateBatch) -> list[list[MicroBatch]]:
         """The micro-batches of each optimiser step of an update, with all that is computed before the first step."""
@@ -133,11 +130,10 @@ class PolicyUpdater:
 
     def record(self, packed: Sequence[Sequence[MicroBatch]]) -> TokenRecord:
         """What the steps on these micro-batches have found out about their tokens."""
-        tokens = TokenRecord()
-        for micro in (micro for micro_batches in packed for micro in micro_batches if micro.counts):
-            for arrays, found in ((tokens.logprobs, micro.old), (tokens.entropies, micro.entropies)):
-                arrays |= {} if found is None else micro.split(found.float().cpu().numpy())
-        return tokens
+        return TokenRecord(
+            logprobs=_of_trajectories(packed, lambda micro: micro.old),
+            entropies=_of_trajectories(packed, lambda micro: micro.entropies),
+        )
 
     def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities of the sampled tokens, their entropies where asked for, and the values of a critic that
@@ -167,12 +163,13 @@ class PolicyUpdater:
     ) -> list[np.ndarray]:
         """Log-probabilities float32 [T] of each trajectory's sampled tokens, also without the adapter. `change` gives a
         micro-batch other position_ids int64 [3, B, L]."""
-        logprobs: dict[str, np.ndarray] = {}
+        found: list[tuple[MicroBatch, np.ndarray]] = []
         with nullcontext() if adapter else self._base_model():
             for micro in self._builder.build([[trajectory] for trajectory in trajectories]):
                 if change is not None:
                     micro.position_ids = change(micro)
-                logprobs |= micro.split(self.logprobs(micro)[0].cpu().numpy())
+                found.append((micro, self.logprobs(micro)[0].cpu().numpy()))
+        logprobs = gathered(found)
         return [logprobs[trajectory.trajectory_id] for trajectory in trajectories]
 
     def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
@@ -236,6 +233,19 @@ class PolicyUpdater:
         loss = per_token.sum() * micro.value_weight
         stats.add({"value/loss": float(loss.detach())})
         return self._critic.loss_coef * loss
+
+
+def _difference(minuend: Tensor | None, subtrahend: Tensor | None) -> Tensor | None:
+    return None if minuend is None or subtrahend is None else minuend - subtrahend
+
+
+def _of_trajectories(
+    packed: Sequence[Sequence[MicroBatch]], known: Callable[[MicroBatch], Tensor | None]
+) -> dict[str, np.ndarray]:
+    """What is known of each token of the micro-batches that count, by trajectory id: float32 [sampled tokens]."""
+    micros = [micro for micro_batches in packed for micro in micro_batches if micro.counts]
+    pairs = [(micro, tokens) for micro in micros if (tokens := known(micro)) is not None]
+    return gathered((micro, tokens.float().cpu().numpy()) for micro, tokens in pairs)
 
 
 def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:

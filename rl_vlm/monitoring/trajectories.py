@@ -154,7 +154,7 @@ def _row(
         "advantage": float(tokens.advantages[name].mean()) if len(tokens.advantages.get(name, ())) else None,
         "status": str(trajectory.status),
         "error": trajectory.error,
-        "info": json.dumps(to_jsonable(trajectory.info), ensure_ascii=False),
+        "info": json.dumps(to_jsonable(trajectory.info | _segments(trajectory)), ensure_ascii=False),
         "images": [image.sha256 for image in trajectory.images],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
         "text": text.codec.decode(trajectory.token_ids),
@@ -168,7 +168,7 @@ def _row(
     }
     arrays: dict[str, Any] = {key: getattr(trajectory, key) for key in ("token_ids", "loss_mask", "logprobs")}
     arrays["tokens"] = token_texts(text, trajectory.token_ids)
-    arrays["image_spans"] = image_spans(text, trajectory.token_ids, trajectory.images)
+    arrays["image_spans"] = image_spans(text, trajectory.token_ids, trajectory.placed_images)
     known = {
         "learner_logprobs": tokens.logprobs,
         "advantages": tokens.advantages,
@@ -208,6 +208,12 @@ def image_spans(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedI
             rows, columns = text.images.token_grid(image.width, image.height)
             spans.append({"start": int(own[0]), "stop": int(own[-1]) + 1, "rows": rows, "columns": columns})
     return spans
+
+
+def _segments(trajectory: Trajectory) -> dict[str, Any]:
+    """Where each segment begins, in tokens, and the images that it shows; nothing of an episode of one."""
+    found = [{"start": one.start, "images": list(one.images)} for one in trajectory.segments]
+    return {"segments": found} if found else {}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.envs.images import blanked, replaced
 from rl_vlm.models.images import TextSide
 from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError, discard_on_failure, reason_of
+from rl_vlm.rollout.history import Shown
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
@@ -31,13 +32,16 @@ from rl_vlm.types import (
     RLVLMError,
     Sample,
     SamplingParams,
+    Segment,
     StopReason,
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
     Turn,
+    as_encoded,
     images_of,
     judged_correct,
+    with_images,
 )
 
 T = TypeVar("T")
@@ -192,6 +196,15 @@ async def viewed_opening(
     return replaced(images, images_of(other.messages))
 
 
+def viewed_observation(observation: Observation, task: RolloutTask) -> Observation:
+    """What the policy sees of an observation, its images encoded."""
+
+    def seen(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(with_images(messages, viewed(images_of(messages), task)))
+
+    return Observation(seen(observation.messages), None if observation.context is None else seen(observation.context))
+
+
 def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:
     """What the policy sees in the place of a turn's images."""
     return blanked(images) if task.view == "blank" else images
@@ -199,28 +212,38 @@ def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[Encoded
 
 @dataclass(slots=True)
 class _Episode(Conversation):
-    """A conversation in tokens: `ids` with one placeholder per image, `spans` expanded; `logprobs` of sampled turns."""
+    """A conversation in tokens. `ids` and `expanded` are those of the present segment, with one placeholder per image
+    and with one token per feature; `before` are the expanded ones of the segments before it."""
 
     number: int
-    ids: list[np.ndarray]
-    images: list[EncodedImage]
-    spans: list[np.ndarray]
-    logprobs: list[np.ndarray]
+    images: list[EncodedImage]  # that the environment has shown
+    shows: Shown
+    ids: list[np.ndarray] = field(default_factory=list)
+    expanded: list[np.ndarray] = field(default_factory=list)
+    shown: list[EncodedImage] = field(default_factory=list)  # in the present segment
+    before: list[np.ndarray] = field(default_factory=list)
+    segments: list[tuple[int, int, list[EncodedImage]]] = field(default_factory=list)
+    sampled: list[SampledTurn] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    start: int = 0  # of the present segment
     length: int = 0
     state_id: str = ""  # of what was shown last
-    replicas: list[str] = field(default_factory=list)
 
-    def append(self, ids: np.ndarray, expanded: np.ndarray) -> None:
-        self.ids.append(ids)
-        self.spans.append(expanded)
+    def append(self, span: EncodedSpan, expanded: np.ndarray) -> None:
+        self.ids.append(span.token_ids)
+        self.expanded.append(expanded)
+        self.shown.extend(span.images)
         self.length += len(expanded)
+
+    def close_segment(self) -> None:
+        self.segments.append((self.start, self.length, self.shown))
+        self.before += self.expanded
+        self.ids, self.expanded, self.shown, self.start = [], [], [], self.length
 
     def add_sampled(self, sampled: SampledTurn) -> None:
         start = self.length
-        self.append(sampled.token_ids, sampled.token_ids)
-        self.logprobs.append(sampled.logprobs)
-        self.replicas.append(sampled.replica_id)
+        self.append(EncodedSpan(sampled.token_ids, ()), sampled.token_ids)
+        self.sampled.append(sampled)
         self.turns.append(
             Turn(
                 start,
@@ -313,22 +336,22 @@ class _GroupPlayer:
             )
         seeds = [derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size)]
         turns = await self._ask_policy("0", prompt, expanded, budget, seeds)
-        opening_state = state_id(first, prompt.images)
+        shown = Observation(tuple(with_images(first.messages, prompt.images)))
+        opening_state = state_id(shown)
         episodes = [
             _Episode(
                 number=number,
                 env=env,
-                ids=[prompt.token_ids],
                 images=list(prompt.images),
-                spans=[expanded],
-                logprobs=[],
+                shows=Shown(rollout.history, shown.messages),
                 messages=list(first.messages) if task.record else [],
-                length=len(expanded),
                 state_id=opening_state,
                 info=dict(info),
             )
             for number, (env, (_, info)) in enumerate(zip(opened.envs, opened.openings, strict=True))
         ]
+        for episode in episodes:
+            episode.append(prompt, expanded)
         # The first actions are sent to all environments together, later ones by each episode alone.
         observations = await self._step(episodes, turns)
         await all_ended(
@@ -360,23 +383,43 @@ class _GroupPlayer:
         """The second and later turns of one episode."""
         task = self.task
         while observation is not None:
-            ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
-            span = self.text.codec.encode_continuation(observation.messages, ended)
-            span = replace(span, images=viewed(span.images, task))
+            seen, said = viewed_observation(observation, task), episode.sampled[-1]
+            rewritten = self._rewritten_prompt(episode, seen)
+            span = rewritten or self._continuation(said, seen.messages)
             expanded = self.text.expand(span.token_ids, span.images, task.group_id)
-            budget = episode.next_budget(self.rollout, self.max_context - episode.length - len(expanded))
+            length = 0 if rewritten else episode.length - episode.start
+            budget = episode.next_budget(self.rollout, self.max_context - length - len(expanded))
             if not budget:
                 return
-            episode.append(span.token_ids, expanded)
-            episode.images.extend(span.images)
-            episode.state_id = state_id(observation, span.images)
+            if rewritten:
+                episode.close_segment()
+            episode.append(span, expanded)
+            episode.images.extend(images_of(seen.messages))
+            episode.state_id = state_id(seen)
             if task.record:
                 episode.messages.extend(observation.messages)
             number, turn = episode.number, len(episode.turns)
-            prompt = EncodedSpan(np.concatenate(episode.ids), tuple(episode.images))
-            seed, so_far = derive_seed(task.sampling_seed, number, turn), np.concatenate(episode.spans)
-            turns = await self._ask_policy(f"{number}:{turn}", prompt, so_far, budget, [seed], episode.replicas[-1])
+            prompt = EncodedSpan(np.concatenate(episode.ids), tuple(episode.shown))
+            seed, so_far = derive_seed(task.sampling_seed, number, turn), np.concatenate(episode.expanded)
+            turns = await self._ask_policy(f"{number}:{turn}", prompt, so_far, budget, [seed], said.replica_id)
             (observation,) = await self._step([episode], turns)
+
+    def _rewritten_prompt(self, episode: _Episode, observation: Observation) -> EncodedSpan | None:
+        """The next prompt where it does not go on from the last one. Replies in it are the tokens that were sampled."""
+        reply = self.text.codec.decode(episode.sampled[-1].token_ids)
+        blocks = episode.shows.rewritten(reply, observation)
+        if blocks is None:
+            return None
+        spans = [self.text.codec.encode_prompt(blocks[0])]
+        for number, block in zip(episode.shows.replies, blocks[1:], strict=True):
+            said = episode.sampled[number]
+            spans += [EncodedSpan(said.token_ids, ()), self._continuation(said, block)]
+        ids = np.concatenate([span.token_ids for span in spans])
+        return EncodedSpan(ids, tuple(image for span in spans for image in span.images))
+
+    def _continuation(self, said: SampledTurn, messages: Sequence[Message]) -> EncodedSpan:
+        """What follows a sampled turn."""
+        return self.text.codec.encode_continuation(messages, said.stop_reason is StopReason.END_OF_TURN)
 
     async def _step(self, episodes: Sequence[_Episode], turns: Sequence[SampledTurn]) -> list[Observation | None]:
         """Give sampled turns to their environments; None where the episode ended."""
@@ -407,15 +450,14 @@ class _GroupPlayer:
         return [observations.get(episode.number) for episode in episodes]
 
 
-def state_id(observation: Observation, images: Sequence[EncodedImage]) -> str:
-    """16 hexadecimal digits that equal observations share: of roles, texts and the encoded `images`, in order. Not of
+def state_id(observation: Observation) -> str:
+    """16 hexadecimal digits that equal observations share: of the newest messages' roles, texts and images. Not of
     token ids, which depend on how the turn before ended."""
     found = hashlib.sha256()
-    numbered = iter(images)
     for message in observation.messages:
         found.update(json.dumps([message.role, len(message.parts)]).encode())
         for part in message.parts:
-            shown = ["text", part] if isinstance(part, str) else ["image", next(numbered).sha256]
+            shown = ["text", part] if isinstance(part, str) else ["image", as_encoded(part).sha256]
             found.update(json.dumps(shown).encode())
     return found.hexdigest()[:16]
 
@@ -424,18 +466,30 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
     loss_mask = np.zeros(episode.length, dtype=bool)
     logprobs = np.zeros(episode.length, dtype=np.float32)
     # A conversation ends with the policy's last turn: nothing is appended after it.
-    for turn, sampled in zip(episode.turns, episode.logprobs, strict=True):
+    for turn, sampled in zip(episode.turns, episode.sampled, strict=True):
         loss_mask[turn.start : turn.stop] = True
-        logprobs[turn.start : turn.stop] = np.minimum(sampled, 0)  # rounding in log_softmax can give +1e-8
+        logprobs[turn.start : turn.stop] = np.minimum(sampled.logprobs, 0)  # rounding in log_softmax can give +1e-8
+    images = [*episode.images]
+    segments: list[Segment] = []
+    if episode.segments:
+        episode.close_segment()
+        numbers = {image.sha256: number for number, image in enumerate(images)}
+        for start, stop, shown in episode.segments:
+            for image in shown:
+                if image.sha256 not in numbers:  # made by the environment's `context`
+                    numbers[image.sha256] = len(images)
+                    images.append(image)
+            segments.append(Segment(start, stop, tuple(numbers[image.sha256] for image in shown)))
     return Trajectory(
         trajectory_id=f"{task.group_id}:{episode.number}",
-        token_ids=np.concatenate(episode.spans, dtype=np.int32),
+        token_ids=np.concatenate([*episode.before, *episode.expanded], dtype=np.int32),
         loss_mask=loss_mask,
         logprobs=logprobs,
         turns=tuple(episode.turns),
         status=episode.status,
-        images=tuple(episode.images),
+        images=tuple(images),
         info=plain_values(episode.info),
         messages=tuple(episode.messages),
-        replica_ids=tuple(episode.replicas),
+        replica_ids=tuple(sampled.replica_id for sampled in episode.sampled),
+        segments=tuple(segments),
     ).check()

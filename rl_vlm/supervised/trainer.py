@@ -6,14 +6,13 @@ Forward pass, positions, masks and packing are those of the policy update (`lear
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.learning.batching import MicroBatch, make_builder
+from rl_vlm.learning.batching import MicroBatch, gathered, make_builder
 from rl_vlm.learning.logprobs import predicting_states, token_logprobs
 from rl_vlm.learning.optimizer import lr_factor, make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
@@ -49,7 +48,7 @@ class SFTTrainer:
             group["lr"] = lr
         targets = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
         try:
-            loss = backward_mean_nll(map(self._logprobs, self._pack(batch)), targets)
+            loss = backward_mean_nll(map(self._logprobs, self._builder.build([batch])), targets)
             norm = self._strategy.step(self._learner.max_grad_norm)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
@@ -63,7 +62,7 @@ class SFTTrainer:
         """The mean negative log-likelihood of the assistant's tokens, nats per token, and their number."""
         total, targets = 0.0, 0
         for batch in batches:
-            for micro in self._pack(batch):
+            for micro in self._builder.build([batch]):
                 total -= float(self._logprobs(micro).double().sum())
                 targets += len(micro.target)
         return total / max(targets, 1), targets
@@ -74,24 +73,16 @@ class SFTTrainer:
         engine samples."""
         backbone, text = self._policy.backbone, self._policy.text
         never = torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size)).to(backbone.device)
-        right: dict[str, np.ndarray] = {}
-        for micro in self._pack(batch):
+        found: list[tuple[MicroBatch, np.ndarray]] = []
+        for micro in self._builder.build([batch]):
             hidden = predicting_states(backbone, micro)
             # The logits of some tokens at a time: all of them would fill the memory.
             logits = (backbone.logits(rows).index_fill(1, never, -torch.inf) for rows in hidden.split(_ROWS))
             likeliest = torch.cat([rows.argmax(-1) for rows in logits])
-            right |= micro.split(likeliest.cpu().numpy() == micro.target)
+            found.append((micro, likeliest.cpu().numpy() == micro.target))
+        right = gathered(found)
         lengths = [one.turns[-1].stop - one.turns[-1].start for one in batch]
         return [bool(right[one.trajectory_id][-length:].all()) for one, length in zip(batch, lengths, strict=True)]
-
-    def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
-        """Conversations with the same beginning share a row where that is cheaper."""
-        groups: dict[Any, list[Trajectory]] = {}
-        for trajectory in batch:
-            prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()
-            key = (prompt, tuple(image.sha256 for image in trajectory.images))
-            groups.setdefault(key, []).append(trajectory)
-        return self._builder.build(list(groups.values()))
 
     def _logprobs(self, micro: MicroBatch) -> Tensor:
         backbone = self._policy.backbone

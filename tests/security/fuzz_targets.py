@@ -59,7 +59,7 @@ def frame(data: bytes) -> None:
     """A frame of an environment's observations."""
     try:
         content, blobs = frames.unpack_frame(data)
-        shown = isolation.unpack_observation(content.get("messages"), blobs)
+        shown = isolation.unpack_observation(content, blobs)
         assert all(part.width > 0 for one in shown.messages for part in one.parts if not isinstance(part, str))
     except frames.FrameError:
         pass

@@ -66,7 +66,7 @@ def test_what_yaml_writes_is_read(value):
 def test_a_size_on_the_wire_that_is_none_is_a_frame_error(width, height):
     messages = [{"role": "user", "parts": [{"width": width, "height": height}]}]
     with pytest.raises(frames.FrameError):
-        isolation.unpack_observation(messages, [encoded("PNG")])
+        isolation.unpack_observation({"messages": messages}, [encoded("PNG")])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_size_on_the_wire_that_is_none_is_a_frame_error(width, height):
 )
 def test_messages_on_the_wire_that_are_none_are_a_frame_error(messages):
     with pytest.raises(frames.FrameError):
-        isolation.unpack_observation(messages, [encoded("PNG")])
+        isolation.unpack_observation({"messages": messages}, [encoded("PNG")])
 
 
 def test_links_in_a_circle_are_one_sentence(tmp_path):

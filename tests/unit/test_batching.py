@@ -30,7 +30,7 @@ from policy_loop import Loop
 from torch import Tensor
 
 from rl_vlm.config import parse_config
-from rl_vlm.learning.batching import BatchBuilder, MicroBatch
+from rl_vlm.learning.batching import BatchBuilder, MicroBatch, gathered
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
@@ -81,7 +81,7 @@ def outcome(
         micro.set_weights(batch.minibatches[0].weights)
         logprobs = updater.logprobs(micro)[0]
         (logprobs * torch.from_numpy(micro.join(batch.advantages) * micro.weight)).sum().backward()
-        found |= micro.split(logprobs.detach().numpy())
+        found |= gathered([(micro, logprobs.detach().numpy())])
     return found, gradient_vector(policy.parameters)
 
 
@@ -175,7 +175,7 @@ def test_a_group_that_is_too_long_becomes_few_rows_with_the_prompt_each(
     best = len(groups) * rows_of_a_group * prompt + replies.sum()
     assert best <= sum(micro.input_ids.size for micro in batches) <= 1.03 * best
     assert all(micro.input_ids.size <= 8192 for micro in batches)
-    assert sorted(name for micro in batches for name in micro.trajectory_ids) == sorted(
+    assert sorted(name for micro in batches for name, _ in micro.parts) == sorted(
         one.trajectory_id for group in groups for one in group
     )
 

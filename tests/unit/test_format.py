@@ -69,7 +69,7 @@ def test_learner_and_engine_compute_what_a_dense_softmax_over_the_allowed_tokens
         logprobs, entropies, _ = loop.updater.logprobs(micro, "gradient")
         assert entropies is not None and np.abs(logprobs.detach().numpy() - micro.behaviour).max() < 1e-4
         expected = [
-            torch.cat(both) for both in zip(*(dense(loop, by_id[name]) for name in micro.trajectory_ids), strict=True)
+            torch.cat(both) for both in zip(*(dense(loop, by_id[name]) for name, _ in micro.parts), strict=True)
         ]
         for found, wanted in zip((logprobs, entropies), expected, strict=True):
             assert torch.allclose(found, wanted, rtol=0, atol=1e-4)
