@@ -38,6 +38,8 @@ _TURN = pa.struct(
         ("well_formed", pa.bool_()),
     ]
 )
+# Where a rewritten prompt begins, and the images that it and the turns after it show; none of an episode of one.
+_SEGMENT = pa.struct([("start", pa.int32()), ("images", pa.list_(pa.int32()))])
 _COUNTS = ("num_turns", "num_sampled", "oldest_version", "newest_version")
 _SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "rows", "columns")])
 SCHEMA = pa.schema(
@@ -53,7 +55,8 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         *((name, pa.list_(pa.float32())) for name in ("learner_logprobs", "advantages", "values", "entropies")),
         ("tokens", pa.list_(pa.string())),  # the text of each; empty in an image
-        ("image_spans", pa.list_(_SPAN)),  # the tokens of each image, and their grid
+        ("image_spans", pa.list_(_SPAN)),  # the tokens of each image, where it is first shown, and their grid
+        ("segments", pa.list_(_SEGMENT)),
         ("turns", pa.list_(_TURN)),
         ("reward", pa.float64()),
         ("advantage", pa.float64()),
@@ -154,8 +157,9 @@ def _row(
         "advantage": float(tokens.advantages[name].mean()) if len(tokens.advantages.get(name, ())) else None,
         "status": str(trajectory.status),
         "error": trajectory.error,
-        "info": json.dumps(to_jsonable(trajectory.info | _segments(trajectory)), ensure_ascii=False),
+        "info": json.dumps(to_jsonable(trajectory.info), ensure_ascii=False),
         "images": [image.sha256 for image in trajectory.images],
+        "segments": [{"start": one.start, "images": list(one.images)} for one in trajectory.segments],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
         "text": text.codec.decode(trajectory.token_ids),
         "replica_ids": list(trajectory.replica_ids),
@@ -168,7 +172,7 @@ def _row(
     }
     arrays: dict[str, Any] = {key: getattr(trajectory, key) for key in ("token_ids", "loss_mask", "logprobs")}
     arrays["tokens"] = token_texts(text, trajectory.token_ids)
-    arrays["image_spans"] = image_spans(text, trajectory.token_ids, trajectory.placed_images)
+    arrays["image_spans"] = _first_spans(text, trajectory)
     known = {
         "learner_logprobs": tokens.logprobs,
         "advantages": tokens.advantages,
@@ -210,10 +214,14 @@ def image_spans(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedI
     return spans
 
 
-def _segments(trajectory: Trajectory) -> dict[str, Any]:
-    """Where each segment begins, in tokens, and the images that it shows; nothing of an episode of one."""
-    found = [{"start": one.start, "images": list(one.images)} for one in trajectory.segments]
-    return {"segments": found} if found else {}
+def _first_spans(text: TextSide, trajectory: Trajectory) -> list[dict[str, int]]:
+    """`image_spans` of each image where it is shown first."""
+    spans = image_spans(text, trajectory.token_ids, trajectory.placed_images)
+    if not trajectory.segments:
+        return spans
+    numbers = [number for segment in trajectory.segments for number in segment.images]
+    first = dict(zip(reversed(numbers), reversed(spans), strict=True))
+    return [first[number] for number in sorted(first)]
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

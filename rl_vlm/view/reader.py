@@ -290,6 +290,7 @@ class RunReader:
             "values": _sampled(row.get("values"), sampled),
             "entropies": _sampled(row.get("entropies"), sampled),
             "spans": row.get("image_spans") or [],
+            "segments": row.get("segments") or [],
         }
 
     def _size(self, sha256: str) -> tuple[int, int]:

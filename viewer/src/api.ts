@@ -100,6 +100,12 @@ export interface Episode {
   values: Num[] | null; // the critic's, in units of the reward
   entropies: Num[] | null; // nats
   spans: Span[]; // of the pictures, in the order of the messages' pictures
+  segments: Segment[]; // where the prompt was written anew; empty where it only grew
+}
+
+export interface Segment {
+  start: number; // token position
+  images: number[]; // the pictures that it shows, counted from 0
 }
 
 export interface Message {
