@@ -80,6 +80,11 @@ def resolve(env_id: str) -> EnvFactory:
     return found  # type: ignore[no-any-return]
 
 
+def is_agent(env_id: str) -> bool:
+    """Whether it is an agent of the user's own, which asks the policy itself."""
+    return not split_scheme(env_id) and interface_of(find(env_id)) == "agent"
+
+
 _OF_VLM_GYM = {"truefalse": "NLVR2-v0", "vision": "Caption-v0", "vision_caption": "Caption-v0"}  # its names of ours
 
 

@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.errors import describe_error
+from rl_vlm.envs.registry import is_agent
+from rl_vlm.http.agents import AgentEndpoint
 from rl_vlm.models.loading import load_text_side, quiet_libraries
+from rl_vlm.rollout.agents import run_agents
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
 from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
@@ -54,6 +57,8 @@ class RolloutWorker:
         self.pools = EnvPools(run)
         self._counted_retries = 0  # calls may overlap, and each reports what is new
         self._opened: dict[str, OpenGroup] = {}
+        self._is_agent = {name: is_agent(part.id) for name, part in run.env.parts.items()}
+        self._endpoint: AgentEndpoint | None = None  # where agents find the policy; made when it is first needed
 
     async def open_ahead(self, tasks: list[RolloutTask]) -> None:
         """Open the episodes of tasks that will be run next, and let the replicas encode their images: neither needs
@@ -61,7 +66,8 @@ class RolloutWorker:
         for opened in self._opened.values():  # of a round that was not run
             self.pools.of(opened.task).give_back(opened.envs)
         self._opened = {}
-        opening = [open_group(task, self.pools.of(task), self._text) for task in tasks]
+        plain = [task for task in tasks if not self._is_agent[task.env]]
+        opening = [open_group(task, self.pools.of(task), self._text) for task in plain]
         outcomes = await asyncio.gather(*opening, return_exceptions=True)
         self._opened = {opened.task.group_id: opened for opened in outcomes if isinstance(opened, OpenGroup)}
         await self._connect().encode_images([opened.prompt.images for opened in self._opened.values()])
@@ -106,7 +112,11 @@ class RolloutWorker:
         for attempt in range(1 + rollout.group_retries):
             try:
                 with span("group", group=task.group_id, index=task.index, size=task.size, attempt=attempt):
-                    group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
+                    how = self.pools.of(task), client, self._text, rollout, max_context
+                    if self._is_agent[task.env]:
+                        group = await run_agents(task, self._agents(), *how)
+                    else:
+                        group = await run_group(task, *how, opened)
                     if task.env not in self._rewards:
                         return group
                     with span("reward"):
@@ -120,6 +130,14 @@ class RolloutWorker:
             opened = None
         return why
 
+    def _agents(self) -> AgentEndpoint:
+        if self._endpoint is None:
+            run = self._run
+            limits = {"deadline_s": run.serving.request_timeout_s, "max_queue": 4096,
+                      "max_new_tokens": run.rollout.max_new_tokens_per_turn}  # fmt: skip
+            self._endpoint = AgentEndpoint(self._text, run.http.model_copy(update=limits), run.serving.max_context)
+        return self._endpoint
+
     def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
         """What `open_ahead` opened for this task."""
         opened = self._opened.pop(task.group_id, None)
@@ -130,6 +148,8 @@ class RolloutWorker:
 
     def close_envs(self) -> None:
         self._opened = {}
+        if self._endpoint is not None:
+            self._endpoint.close()
         self.pools.close()
 
 

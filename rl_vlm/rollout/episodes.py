@@ -120,10 +120,10 @@ async def request_turns(
     budget, seeds = request.sampling.max_new_tokens, request.sampling.seeds
     length = budget if piece is None else min(piece, budget)
     first = await policy.generate(replace(request, sampling=replace(request.sampling, max_new_tokens=length)))
-    _check_prompt(first, expected, name)
+    check_prompt(first, expected, name)
 
     if piece is None:
-        return [_whole_turn([sample], [first]) for sample in first.samples]
+        return [whole_turn([sample], [first]) for sample in first.samples]
 
     async def go_on(number: int) -> SampledTurn:
         samples, completions, asked = [first.samples[number]], [first], length
@@ -142,14 +142,15 @@ async def request_turns(
                 sampling=replace(request.sampling, max_new_tokens=asked, n=1, seeds=own_seed),
             )
             completions.append(await policy.generate(further))
-            _check_prompt(completions[-1], np.concatenate([expected, said]), name)
+            check_prompt(completions[-1], np.concatenate([expected, said]), name)
             samples.append(completions[-1].samples[0])
-        return _whole_turn(samples, completions)
+        return whole_turn(samples, completions)
 
     return await all_ended([go_on(number) for number in range(len(first.samples))])
 
 
-def _whole_turn(samples: Sequence[Sample], completions: Sequence[Completion]) -> SampledTurn:
+def whole_turn(samples: Sequence[Sample], completions: Sequence[Completion]) -> SampledTurn:
+    """A turn of these pieces, each a sample of the completion beside it."""
     pieces: list[tuple[int, int]] = []
     for sample, completion in zip(samples, completions, strict=True):
         for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
@@ -175,7 +176,8 @@ async def all_ended(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return results
 
 
-def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:
+def check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:
+    """Raise ImageAccountingError unless the engine saw the `expected` prompt."""
     if not np.array_equal(completion.prompt_ids, expected):
         raise ImageAccountingError(
             f"Group {name}: the engine's prompt has {len(completion.prompt_ids)} tokens where grid / merge² gives "

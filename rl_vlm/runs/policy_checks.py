@@ -16,7 +16,7 @@ from rl_vlm.engines.grammars import format_matcher
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import describe_error
 from rl_vlm.envs.isolation import check_plain
-from rl_vlm.envs.registry import make_part, portable_id, train_size
+from rl_vlm.envs.registry import is_agent, make_part, portable_id, train_size
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
@@ -157,6 +157,11 @@ def _reward_made_answers(config: PolicyConfig, name: str, env: VisionEnv, text: 
     """Answer the first training item to its end, and have the reward functions reward that; without
     `answers`, only compare what they take. Raises UserInputError."""
     part = config.env.parts[name]
+    if is_agent(part.id):
+        if config.deterministic or config.env.isolation == "process":
+            key = "deterministic" if config.deterministic else "env.isolation: process"
+            raise UserInputError(f"{part.id} is an agent, which needs threads of its env runner: remove {key}.")
+        return
     observation, info = env.reset(seed=0, options={"index": 0, "split": "train"})
     try_functions(part.reward, info)
     if not answers:

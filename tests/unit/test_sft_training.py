@@ -181,7 +181,7 @@ def test_conversations_with_one_beginning_share_it_and_the_loss_is_the_same(tiny
         policy = policy_of(settings)
         trainer = SFTTrainer(policy, settings)
         batch = batch_of(settings, policy)
-        rows = sum(len(micro.input_ids) for micro in trainer._pack(batch))
+        rows = sum(len(micro.input_ids) for micro in trainer._builder.build([batch]))
         found.append((rows, trainer.step(batch, 1e-3)[0]))
     assert [rows for rows, _ in found] == [1, 3]
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)

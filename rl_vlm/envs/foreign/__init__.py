@@ -12,9 +12,10 @@ ADAPTERS = {
     "vlm-gym": "rl_vlm.envs.foreign.vlm_gym:VlmGymEnv",
     "verifiers": "rl_vlm.envs.foreign.verifiers:VerifiersEnv",
     "VAGEN": "rl_vlm.envs.foreign.vagen:VagenEnv",
+    "agent": "rl_vlm.envs.foreign.agent:AgentEnv",
 }
 # The functions that make environments, by the names that they have in a user's module.
-FUNCTIONS = {"build_env": "slime", "create_env": "vlm-gym", "load_environment": "verifiers"}
+FUNCTIONS = {"build_env": "slime", "create_env": "vlm-gym", "load_environment": "verifiers", "agent": "agent"}
 # Ids that name an environment by a scheme: what stands after the colon is the adapter's first argument.
 SCHEMES = {
     "verifiers": ADAPTERS["verifiers"],
