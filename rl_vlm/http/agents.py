@@ -43,7 +43,7 @@ class AgentEndpoint:
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         limits = limits.model_copy(update={"host": "127.0.0.1", "adapter_root": None})
         self._episodes: dict[str, Episode] = {}
-        self._gate = ModelApp(_Recorded(), text, limits, max_context=max_context).gate  # type: ignore[arg-type]
+        self._gate = ModelApp(_Recorded(), text, limits, max_context=max_context, strict_tools=False).gate  # type: ignore[arg-type]
         sock, listens = bind("127.0.0.1", 0), threading.Event()
         self.base_url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
         self._server = HTTPServer(self, sock, limits, listens.set)

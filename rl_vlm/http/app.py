@@ -48,14 +48,21 @@ B = TypeVar("B", bound=Any)
 
 class ModelApp:
     """Answers HTTP requests with a backend; `gate` is the ASGI application. `max_context` bounds prompt and new tokens
-    of one sample; `token`: see `Gate`."""
+    of one sample; `token`: see `Gate`. `strict_tools`: whether a tool's `strict` binds calls that nobody requires."""
 
     def __init__(
-        self, backend: ServeBackend, text: TextSide, limits: HTTPSection, *, max_context: int, token: str | None = None
+        self,
+        backend: ServeBackend,
+        text: TextSide,
+        limits: HTTPSection,
+        *,
+        max_context: int,
+        token: str | None = None,
+        strict_tools: bool = True,
     ) -> None:
         return_freed_memory()
         self._backend, self._codec, self._limits = backend, text.codec, limits
-        self._reader, self._max_context = RequestReader(text, limits, max_context), max_context
+        self._reader, self._max_context = RequestReader(text, limits, max_context, strict_tools), max_context
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
         # One form is checked at a time, beside requests without one.
         self._forms = ThreadPoolExecutor(1, thread_name_prefix="http-form")

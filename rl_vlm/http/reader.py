@@ -77,8 +77,9 @@ class RequestReader:
     """Turns request bodies into `GenerationRequest`s, on worker threads: decoding and tokenising take time.
     `max_context` bounds prompt and new tokens of one sample."""
 
-    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
+    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int, strict_tools: bool = True) -> None:
         self._text, self._limits, self._max_context = text, limits, max_context
+        self._strict_tools = strict_tools  # whether calls that no `tool_choice` requires follow their tools' schemas
 
     def chat(self, body: ChatRequest, name: str, version: int) -> list[Asked]:
         """What the engine is asked. Raises RequestError and UserInputError."""
@@ -107,7 +108,8 @@ class RequestReader:
     def _grammar(self, body: ChatRequest) -> Grammar | None:
         """The form of an answer. Where tools may be called, it is that or calls: agents have a form for their last one.
         Calls fit the schemas of their tools if one of these is strict. For Hermes' form of calls alone, Qwen's too."""
-        grammar, codec, strict = body.grammar, self._text.codec, any(tool.function.strict for tool in body.tools)
+        grammar, codec = body.grammar, self._text.codec
+        strict = self._strict_tools and any(tool.function.strict for tool in body.tools)
         if not body.tools or body.tool_choice != "auto" or body.choices or not (strict or grammar):
             return grammar
         marks = [codec.token_id(mark) for mark in ("<tool_call>", "</tool_call>")]

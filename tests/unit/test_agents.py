@@ -152,7 +152,11 @@ def agent(client, task):
 def test_an_agent_that_fails_fails_its_group(
     sample: Callable[..., RolloutResult], scripted: ScriptedEngine, body: str, reason: str, said: str
 ) -> None:
-    result = sample(f"def agent(client, task):\n    {body}\n", scripted, env__step_timeout_s=2.0 if reason == "env_timeout" else 60.0)
+    result = sample(
+        f"def agent(client, task):\n    {body}\n",
+        scripted,
+        env__step_timeout_s=2.0 if reason == "env_timeout" else 60.0,
+    )
     assert result.dropped == {reason: 1} and said in result.lost["g0"]
 
 
@@ -176,6 +180,39 @@ async def agent(client, task):
 """
     found = trajectories(sample(source, scripted, rollout__max_turns=2))
     assert [(one.reward, len(one.turns)) for one in found] == [(1.0, 2)] * 2
+
+
+def test_the_pages_agent(sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:
+    source = (Path(__file__).parents[2] / "docs/agents.md").read_text().split("```python\n")[1].split("```")[0]
+    words = iter(["red", "lime", "blue", "yellow"] * 9)
+    engine = ScriptedEngine(text_side(tiny_folder), lambda request, k: next(words))
+    found = trajectories(sample(source, engine, groups=4, size=4))
+    assert {one.reward for one in found} == {0.0, 0.5, 1.0} and len(source.splitlines()) < 40
+
+
+def test_the_agents_sdk_with_a_tool(sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:
+    source = """
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+set_tracing_disabled(True)
+
+@function_tool
+def look(where: str) -> str:
+    return f"a {where} lamp"
+
+async def agent(client, task):
+    lamp = Agent("lamp", instructions="Look.", tools=[look], model=OpenAIChatCompletionsModel(task.model, client))
+    said = (await Runner.run(lamp, "Which lamp is it?")).final_output
+    return float(said == "red")
+"""
+    text = text_side(tiny_folder)
+
+    def answer(request: GenerationRequest, k: int) -> str:
+        seen = text.codec.text_of(request.prompt_ids)
+        call = '<tool_call>\n{"name": "look", "arguments": {"where": "red"}}\n</tool_call>'
+        return "red" if "a red lamp" in seen else call
+
+    found = trajectories(sample(source, ScriptedEngine(text, answer), rollout__max_new_tokens_per_turn=64))
+    assert [(one.reward, len(one.turns), len(one.segments)) for one in found] == [(1.0, 2, 0)] * 2
 
 
 def test_two_episodes_never_mix(sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:
