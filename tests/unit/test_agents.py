@@ -12,11 +12,12 @@ import pytest
 from core_support import adapted_policy, run_config, text_side
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.registry import make
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.testing import EngineClient, ScriptedEngine
-from rl_vlm.types import GenerationRequest, Trajectory
+from rl_vlm.types import GenerationRequest, Trajectory, UserInputError
 
 HEAD = """
 import base64, io, threading
@@ -158,6 +159,14 @@ def test_an_agent_that_fails_fails_its_group(
         env__step_timeout_s=2.0 if reason == "env_timeout" else 60.0,
     )
     assert result.dropped == {reason: 1} and said in result.lost["g0"]
+
+
+def test_arguments_that_the_agent_does_not_take_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def agent(client, task, turns=2):\n    return 1.0\n")
+    assert make(str(tmp_path / "a.py"), turns=3, num_train=5, num_test=2).num_items("test") == 2
+    for wrong in ({"task": "count"}, {"turn": 1}):
+        with pytest.raises(UserInputError, match="env.kwargs"):
+            make(str(tmp_path / "a.py"), **wrong)
 
 
 def test_budgets_and_tokens_bound_an_episode(sample: Callable[..., RolloutResult], scripted: ScriptedEngine) -> None:

@@ -65,6 +65,12 @@ class AgentEnv(EpisodeEnv):
         num_test: int | None = None,
         **arguments: Any,
     ) -> None:
+        try:
+            inspect.signature(agent).bind("client", "task", **arguments)
+        except TypeError as error:
+            raise UserInputError(
+                f"agent(client, task) does not take these arguments ({error}): correct env.kwargs, or --env-arg."
+            ) from error
         rows = TableSet(QUESTIONS, data) if data is not None else None
         super().__init__(num_train=num_train, num_test=num_test, rows=rows)
         self._agent, self._arguments = agent, arguments
