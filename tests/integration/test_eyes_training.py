@@ -34,6 +34,11 @@ def test_a_short_training_learns_goes_on_and_becomes_a_model(
     assert losses[first - len(cells) - 1] < losses[0]
     assert losses[first - len(cells)] < losses[0] - 0.5  # a mean that starts anew, over weights that do not
     ship(folder, tmp_path / "model")
+    train.begin(tmp_path / "model", tmp_path / "again")
+    again, newest = (torch.load(one / "newest.pt", weights_only=True) for one in (tmp_path / "again", folder))
+    assert again["step"] == steps and train.processor_of(tmp_path / "again").tokenizer("red").input_ids
+    for name, weight in again["model"].items():
+        torch.testing.assert_close(weight, newest["model"][name], rtol=1e-2, atol=1e-4)
     stored = load_file(tmp_path / "model/model.safetensors")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}

@@ -1,6 +1,6 @@
 """Train the model `eyes`: resumable, one process for each core.
 
-    python -m tools.eyes.train FOLDER [--steps N] [--batch N] [--workers N]
+    python -m tools.eyes.train FOLDER [--steps N] [--batch N] [--workers N] [--start MODEL]
 
 At first the tower learns alone what it sees (`cells.py`). It goes on from FOLDER/newest.pt. The learning rate stays where it is until the last fifth of `--steps`, so a longer
 training can start from any checkpoint before that. `grade.py` measures a checkpoint and `ship.py` makes a model of it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors import safe_open
 from tools.eyes.cells import CellNames, Mosaics, draw_mosaics
 from tools.eyes.lessons import Lessons
 from tools.eyes.model import build_model, build_processor
@@ -102,6 +104,18 @@ class State:
         os.replace(self._newest.with_suffix(".new"), self._newest)
 
 
+def begin(start: Path, folder: Path) -> None:
+    """Begin a training with the words, the weights and the step of a model of `ship.py`; the optimizer begins anew."""
+    shutil.copytree(start, folder / "processor", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    state = State(folder)
+    with safe_open(start / "model.safetensors", "pt") as file:
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        state.step = int(file.metadata()["step"])
+    missing, unknown = state.model.load_state_dict(weights, strict=False)
+    assert not unknown and set(missing) <= {"lm_head.weight"}  # which is tied
+    state.save()
+
+
 def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
     """One worker's part: it draws and computes its share of each batch."""
     torch.set_num_threads(1)
@@ -154,10 +168,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64, help="conversations per step, of all workers")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--save-every", type=float, default=300, help="seconds")
+    parser.add_argument("--start", type=Path, help="where FOLDER is new: a model of ship.py to go on from")
     parser.add_argument("--nice", type=int, default=10)
     args = parser.parse_args(words)
     args.meeting = f"meeting-{time.time_ns()}"
     args.folder.mkdir(parents=True, exist_ok=True)
+    if args.start and not (args.folder / "newest.pt").exists():
+        begin(args.start, args.folder)
     processor_of(args.folder)  # before the workers meet
     if args.workers == 1:
         work(0, args.folder, args)
