@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -32,6 +33,7 @@ from ray.util.placement_group import get_current_placement_group
 from rl_vlm.config import CommonConfig
 from rl_vlm.engines.vllm_limits import check_kernels
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.shared_memory import OwnFolder
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import ServingError, build_app, delete_application, deploy, start_serve, wait_for_replicas
 from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
@@ -64,6 +66,8 @@ class PolicyService:
         self._newest: Published | None = None
         self._ready = False
         self._stopped = threading.Event()
+        self._memory = OwnFolder() if config.trains_full else None
+        self._files: list[str] = []  # of the newest versions in it
         self._registry: Any = None
         if self._shared:
             # The next call finds the cluster's Serve: this process may know that of an earlier cluster.
@@ -161,6 +165,8 @@ class PolicyService:
         newest version that was acknowledged before this one, and after how long; None before the first acknowledgement.
         """
         payload, published = replace(payload, policy=self.key.policy), None
+        if sum(node["Alive"] for node in ray.nodes()) > 1:
+            payload = replace(payload, file="")  # its bytes go to the other nodes
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
@@ -169,6 +175,7 @@ class PolicyService:
                     self._newest = published  # kept here, because a restarted registry has no versions
                 before = self._registry.acknowledged.remote(self.key.policy)  # calls from here arrive in their order
                 if ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S):
+                    self._keep(payload.file)
                     return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
                 self._rejoin()
                 reason: object = "the registry had lost it"
@@ -182,6 +189,18 @@ class PolicyService:
             if time.monotonic() > deadline:
                 raise ServingError(f"Version {payload.version} could not be published: {reason}")
             time.sleep(_PAUSE_S)
+
+    @property
+    def folder(self) -> str:
+        """In this node's shared memory, where the versions of all weights may lie; empty where there is none."""
+        return str(self._memory.path) if self._memory is not None and self._memory.in_memory else ""
+
+    def _keep(self, file: str) -> None:
+        """Delete all versions but this one and the one before, which replicas may still open."""
+        self._files = [*self._files, file][-2:]
+        for path in Path(self.folder).iterdir() if self.folder else ():
+            if str(path) not in self._files:
+                path.unlink()
 
     def let_sleep(self, sleep: bool) -> None:
         """Let the replicas give memory to the learner until the next version is published, or take it back without one.
@@ -213,6 +232,8 @@ class PolicyService:
             # What was trained is not lost with it: replicas whose registry is gone end by themselves.
             logger.warning("The replicas of %s could not be stopped: %s", self.run_id, error)
         ray.kill(self._registry, no_restart=True)
+        if self._memory is not None:
+            self._memory.close()
 
     def _leave(self) -> None:
         with suppress(RayError):  # it is gone, or the lease ends by itself
