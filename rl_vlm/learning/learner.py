@@ -22,7 +22,7 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.learning.update import PolicyUpdater, make_strategy
 from rl_vlm.models.devices import learner_device, limit_memory
-from rl_vlm.models.shared_memory import Room
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.tensor_bytes import packed_size
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import continued, span
@@ -109,7 +109,9 @@ class VLMLearner(TorchLearner):
         with continued(batch.trace, f"learner-{self._learner_index or 0}") as result.spans, span("update"):
             is_first, room = self._learner_index in (None, 0), None
             if is_first and batch.folder and Path(batch.folder).is_dir():  # the driver is on this node
-                room = Room(Path(batch.folder), packed_size(self.policy.trained.weights(), self._published_dtype))
+                room = VersionRoom(
+                    Path(batch.folder), packed_size(self.policy.trained.weights(), self._published_dtype)
+                )
             with span("pack"):
                 packed = self.updater.pack(batch)
             norm, decay = self._run.learner.max_grad_norm, self._run.learner.ema_decay

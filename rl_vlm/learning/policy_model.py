@@ -22,7 +22,7 @@ from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, lora_config
 from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.modules import text_model, towers
-from rl_vlm.models.shared_memory import Room
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.trained import initial_adapter
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.seeding import derive_seed
@@ -112,7 +112,7 @@ class PolicyModel:
         version: int,
         weights: Mapping[str, Tensor] | None = None,
         dtype: str | None = None,
-        room: Room | None = None,
+        room: VersionRoom | None = None,
     ) -> WeightPayload:
         """What is trained, or other tensors by its names, as a version; rounded where `dtype` is given."""
         return self.trained.payload(version, self.trained.weights() if weights is None else weights, dtype, room)

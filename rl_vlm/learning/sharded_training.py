@@ -14,7 +14,7 @@ from rl_vlm.learning.sharded import shard_layers
 from rl_vlm.learning.strategies import AllReduce
 from rl_vlm.learning.training import FullTraining
 from rl_vlm.models.modules import text_model
-from rl_vlm.models.shared_memory import Room
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.tensor_bytes import take_part_in_packing
 from rl_vlm.models.weights import FullPayload, WeightPayload
 
@@ -58,7 +58,7 @@ class ShardedTraining(FullTraining):
         return shard
 
     def payload(
-        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: Room | None = None
+        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: VersionRoom | None = None
     ) -> WeightPayload:
         """All learners call this together, and the first one's holds the tensors."""
         if torch.distributed.get_rank() == 0:

@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rl_vlm.models.lora import inject_lora, load_lora_state, lora_state
-from rl_vlm.models.shared_memory import Room
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits
 
 
@@ -32,7 +32,7 @@ class LoraTraining:
         load_lora_state(self._model, state)
 
     def payload(
-        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: Room | None = None
+        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: VersionRoom | None = None
     ) -> WeightPayload:
         """Such tensors as an immutable version, rounded where `dtype` is given. `room`: where all weights go."""
         return AdapterPayload.build(version, weights, self._config, dtype)
@@ -86,7 +86,7 @@ class FullTraining:
         master.copy_(value)
 
     def payload(
-        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: Room | None = None
+        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: VersionRoom | None = None
     ) -> WeightPayload:
         return FullPayload.build(version, weights, self._base_name, dtype, room)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import shutil
 import subprocess
@@ -65,30 +66,34 @@ def _release(path: Path, lock: int, watcher: subprocess.Popen[bytes]) -> None:
     watcher.communicate()
 
 
-class Room:
-    """A new file of `size` bytes in a folder of shared memory. Its pages are allocated in a thread, because that takes
-    longer than to fill them."""
+class VersionRoom:
+    """A new file of `size` bytes in a folder of shared memory. A thread provides its pages, which takes longer than to
+    fill them."""
 
     def __init__(self, folder: Path, size: int) -> None:
         descriptor, name = tempfile.mkstemp(suffix=".safetensors", dir=folder)
         self.path = Path(name)
         threads = ThreadPoolExecutor(1)
-        self._allocated = threads.submit(_allocate, descriptor, size)
+        self._provided = threads.submit(_provide, self.path, descriptor, size)
         threads.shutdown(wait=False)
 
     def take(self) -> memoryview | None:
         """Its bytes, to be written; None where they do not fit into memory."""
         try:
-            self._allocated.result()
-            return mapped(self.path, writable=True)
+            return self._provided.result()
         except OSError:
             self.path.unlink(missing_ok=True)
             return None
 
 
-def _allocate(descriptor: int, size: int) -> None:
-    """Raises OSError where there is no room, which writing to mapped pages would answer with a signal."""
+def _provide(path: Path, descriptor: int, size: int) -> memoryview:
+    """The bytes of a new file, each page of them mapped. Raises OSError where they do not fit."""
+    import torch
+
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        os.posix_fallocate(descriptor, 0, size)  # writing to pages that are not there would end the process
     finally:
         os.close(descriptor)
+    content = mapped(path, writable=True)
+    torch.frombuffer(content, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+    return content

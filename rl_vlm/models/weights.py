@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_vlm.files import replace_folder
-from rl_vlm.models.shared_memory import Room
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.tensor_bytes import TYPES, mapped, pack, read_header, tree_digest
 from rl_vlm.types import POLICY, UserInputError
 
@@ -57,7 +57,7 @@ class WeightPayload:
         state: Mapping[str, Tensor],
         config_json: str,
         dtype: str | None = None,
-        room: Room | None = None,
+        room: VersionRoom | None = None,
     ) -> Self:
         """Pack tensors by name, rounded to `dtype` where it is given, into the `room` if they fit there."""
         target = room.take() if room is not None else None
@@ -233,7 +233,12 @@ class FullPayload(WeightPayload):
 
     @classmethod
     def build(
-        cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None, room: Room | None = None
+        cls,
+        version: int,
+        state: Mapping[str, Tensor],
+        base: str,
+        dtype: str | None = None,
+        room: VersionRoom | None = None,
     ) -> FullPayload:
         """`base` is the model that training began with."""
         about = json.dumps({"format": "rl_vlm full weights", "base_model": base}, indent=1)

@@ -8,13 +8,13 @@ belongs to all runs that name it (see `SharedRegistry`).
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -67,7 +67,7 @@ class PolicyService:
         self._ready = False
         self._stopped = threading.Event()
         self._memory = OwnFolder() if config.trains_full else None
-        self._files: list[str] = []  # of the newest versions in it
+        self._files, self._bytes = list[str](), 0  # of the newest versions in it, and the size of one
         self._registry: Any = None
         if self._shared:
             # The next call finds the cluster's Serve: this process may know that of an earlier cluster.
@@ -165,7 +165,7 @@ class PolicyService:
         newest version that was acknowledged before this one, and after how long; None before the first acknowledgement.
         """
         payload, published = replace(payload, policy=self.key.policy), None
-        if sum(node["Alive"] for node in ray.nodes()) > 1:
+        if payload.file and sum(node["Alive"] for node in ray.nodes()) > 1:
             payload = replace(payload, file="")  # its bytes go to the other nodes
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
@@ -175,7 +175,7 @@ class PolicyService:
                     self._newest = published  # kept here, because a restarted registry has no versions
                 before = self._registry.acknowledged.remote(self.key.policy)  # calls from here arrive in their order
                 if ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S):
-                    self._keep(payload.file)
+                    self._keep(payload)
                     return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
                 self._rejoin()
                 reason: object = "the registry had lost it"
@@ -192,13 +192,17 @@ class PolicyService:
 
     @property
     def folder(self) -> str:
-        """In this node's shared memory, where the versions of all weights may lie; empty where there is none."""
-        return str(self._memory.path) if self._memory is not None and self._memory.in_memory else ""
+        """Where versions of all weights may lie in this node's shared memory. Empty where three do not fit beside Ray's
+        store: processes that write to what is promised and not there are killed."""
+        if self._memory is None or not self._memory.in_memory:
+            return ""
+        needed = ray.cluster_resources().get("object_store_memory", 0) + 3 * self._bytes
+        return str(self._memory.path) if shutil.disk_usage(self._memory.path).total >= needed else ""
 
-    def _keep(self, file: str) -> None:
+    def _keep(self, payload: WeightPayload) -> None:
         """Delete all versions but this one and the one before, which replicas may still open."""
-        self._files = [*self._files, file][-2:]
-        for path in Path(self.folder).iterdir() if self.folder else ():
+        self._bytes, self._files = len(payload.tensors), [*self._files, payload.file][-2:]
+        for path in self._memory.path.iterdir() if self._memory is not None else ():
             if str(path) not in self._files:
                 path.unlink()
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.vllm_weights import FullVersions
 from rl_vlm.models import tensor_bytes
-from rl_vlm.models.shared_memory import OwnFolder, Room
+from rl_vlm.models.shared_memory import OwnFolder, VersionRoom
 from rl_vlm.models.tensor_bytes import file_digest, pack, packed_size, tree_digest
 from rl_vlm.models.weights import FullPayload
 from rl_vlm.types import (
@@ -109,7 +109,7 @@ def memory() -> Iterator[OwnFolder]:
 
 def version(folder: OwnFolder) -> FullPayload:
     state = {"a": torch.randn(300, 7), "b": torch.ones(5)}
-    room = Room(folder.path, packed_size(state, "bfloat16"))
+    room = VersionRoom(folder.path, packed_size(state, "bfloat16"))
     payload = FullPayload.build(3, state, "base", "bfloat16", room)
     assert payload.tensors == FullPayload.build(3, state, "base", "bfloat16").tensors
     return payload
