@@ -13,6 +13,7 @@ from core_support import plain_model
 from policy_loop import Loop
 from serving_support import client
 
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.weights import FullPayload, WeightPayload, put_weights
 from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion, GenerationRequest
@@ -77,6 +78,9 @@ class ServedEngine:
         return list(await asyncio.gather(*(policy_client.generate(request) for request in requests)))
 
     async def load_adapter(self, payload: WeightPayload) -> None:
+        if self._service.folder:  # as a learner on the same node does
+            room = VersionRoom(Path(self._service.folder), len(payload.tensors))
+            payload = FullPayload.build(payload.version, payload.state(), "", room=room)
         await asyncio.to_thread(self._service.publish, payload)
         self.version = payload.version
 

@@ -229,6 +229,7 @@ class PolicyAlgorithm(RunAlgorithm):
             learn_policy=learn_policy,
             lr_factor=factor,
             version=self.version + 1,
+            folder=self.service.folder,
             trace=tracing.traceparent(),
             record=any(group.recorded for group in self.last_groups),
         )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
-import tempfile
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
@@ -17,11 +15,10 @@ from typing import Any, NamedTuple
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.vllm_setup import DEAD
+from rl_vlm.models.shared_memory import OwnFolder
 from rl_vlm.models.weights import WeightPayload, in_language_model, require_full
 from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates
 
-_PREFIX = "rl-vlm-adapters-"
-_LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a Docker container has 64 MiB by default
 _KEPT = 2  # the newest adapters of a policy stay although no request uses them
 
 
@@ -52,8 +49,8 @@ class Versions:
 
     def __init__(self, llm: Any, in_flight: InFlightUpdates | None) -> None:
         self._llm, self._in_flight = llm, in_flight
-        self.root, lock = _claim_root()
-        self.close = weakref.finalize(self, _release_root, self.root, lock)  # also run when Python exits
+        self._folder = OwnFolder()
+        self.root, self.close = self._folder.path, self._folder.close
 
 
 class AdapterVersions(Versions):
@@ -147,7 +144,7 @@ class AdapterVersions(Versions):
 
 
 class FullVersions(Versions):
-    """All weights: one version for all requests, whose bytes go through a file that the engine core maps.
+    """All weights: one version for all requests, whose bytes lie in a file that the engine core maps.
 
     A version waits until running requests are finished, and holds new ones back meanwhile. With in-flight updates
     running samples take it between two tokens.
@@ -188,12 +185,13 @@ class FullVersions(Versions):
 
     async def load(self, payload: WeightPayload) -> None:
         """See Engine.load_adapter. Raises EngineError."""
-        file, llm = await asyncio.to_thread(self._write, payload), self._llm
+        file, llm = await asyncio.to_thread(self._put, payload), self._llm
         self._open.clear()
         try:
             await self._idle.wait()
             await llm.pause_generation(mode="keep", clear_cache=False)  # returns when the step under way is done
-            await llm.collective_rpc("load_full_weights", args=(str(file),))
+            loading = llm.collective_rpc("load_full_weights", args=(str(file),))
+            await asyncio.gather(loading, asyncio.to_thread(payload.verify))
             await llm.update_weight_version(str(payload.version))  # which vLLM then names with every token
             # Keys, values and image features of the older weights. The processor's cache holds pixels, and stays.
             if not await llm.reset_prefix_cache(reset_running_requests=self._in_flight is not None):
@@ -210,11 +208,15 @@ class FullVersions(Versions):
             file.unlink(missing_ok=True)
             self._open.set()
 
-    def _write(self, payload: WeightPayload) -> Path:
+    def _put(self, payload: WeightPayload) -> Path:
+        """A file of the payload's bytes: a link to the one in this node's shared memory, where they lie in one."""
         file = self.root / f"v{payload.version}.safetensors"
         try:
             with enough_room(self.root):
-                file.write_bytes(require_full(payload).verify().tensors)
+                try:
+                    os.link(require_full(payload).file, file)
+                except OSError:  # it lies in none, or has been deleted
+                    file.write_bytes(payload.tensors)
         except BaseException:
             file.unlink(missing_ok=True)  # a part of it would keep the memory that the next attempt needs
             raise
@@ -222,34 +224,6 @@ class FullVersions(Versions):
 
     async def drop(self, policy: str) -> None:
         """Does nothing: all requests have one version."""
-
-
-def _claim_root() -> tuple[Path, int]:
-    """A new folder, and the descriptor that locks it. Folders of engines that were killed are deleted.
-
-    The lock shows whether the owner is alive; process ids do not, because containers may share /dev/shm.
-    """
-    memory = Path("/dev/shm")
-    usable = os.access(memory, os.W_OK) and shutil.disk_usage(memory).total >= _LEAST_MEMORY
-    base = memory if usable else Path(tempfile.gettempdir())
-    for stale in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(stale, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError while its owner lives
-                shutil.rmtree(stale, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-    # Locked under a name that the clean-up above does not match, then renamed.
-    draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
-    descriptor = os.open(draft, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return draft.rename(draft.with_name(draft.name[1:])), descriptor
-
-
-def _release_root(root: Path, lock: int) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    os.close(lock)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from rl_vlm.http.backend import ServedModel
 from rl_vlm.http.gate import RequestError, error_body
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.models.images import TextSide
-from rl_vlm.types import POLICY, Completion, GenerationRequest, SampleChunk
+from rl_vlm.types import POLICY, Completion, EncodedImage, GenerationRequest, SampleChunk
 
 _START_S, _STOP_S = 30.0, 5.0
 
@@ -43,6 +43,7 @@ class AgentEndpoint:
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         limits = limits.model_copy(update={"host": "127.0.0.1", "adapter_root": None})
         self._episodes: dict[str, Episode] = {}
+        self.seen: dict[int, EncodedImage] = {}  # by item, for those who swap pictures
         self._gate = ModelApp(_Recorded(), text, limits, max_context=max_context, strict_tools=False).gate  # type: ignore[arg-type]
         sock, listens = bind("127.0.0.1", 0), threading.Event()
         self.base_url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"

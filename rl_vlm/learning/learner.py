@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.sight_check import sight_logprobs
 from rl_vlm.learning.update import PolicyUpdater, make_strategy
 from rl_vlm.models.devices import learner_device, limit_memory
+from rl_vlm.models.shared_memory import VersionRoom
+from rl_vlm.models.tensor_bytes import packed_size
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import Trajectory
@@ -104,6 +107,11 @@ class VLMLearner(TorchLearner):
         scale_lr(self.optimizer, batch.lr_factor)
         result = UpdateResult(UpdateStats())
         with continued(batch.trace, f"learner-{self._learner_index or 0}") as result.spans, span("update"):
+            is_first, room = self._learner_index in (None, 0), None
+            if is_first and batch.folder and Path(batch.folder).is_dir():  # the driver is on this node
+                room = VersionRoom(
+                    Path(batch.folder), packed_size(self.policy.trained.weights(), self._published_dtype)
+                )
             with span("pack"):
                 packed = self.updater.pack(batch)
             norm, decay = self._run.learner.max_grad_norm, self._run.learner.ema_decay
@@ -115,9 +123,8 @@ class VLMLearner(TorchLearner):
                         move_average(self._average, self.policy.trained.weights(), decay)
             if batch.record:
                 result.tokens = self.updater.record(packed)
-            is_first = self._learner_index in (None, 0)
             if is_first or (self._run.trains_full and self._run.learner.shards_layers):  # all take part in gathering
-                payload = self.policy.payload(batch.version, dtype=self._published_dtype)
+                payload = self.policy.payload(batch.version, dtype=self._published_dtype, room=room)
                 result.adapter = payload if is_first else None
         result.stats.add({"memory/learner": _memory_gib(self.policy.backbone.device)})
         self._give_back()

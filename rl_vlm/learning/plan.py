@@ -116,6 +116,7 @@ class UpdateBatch:
     learn_policy: bool = True
     lr_factor: float = 1.0  # of the schedule
     version: int = 1  # of the adapter that the update makes
+    folder: str = ""  # in shared memory, for that version of all weights
     trace: str = ""  # the span that the update belongs to
     record: bool = False  # answer with the tokens, too
 

@@ -22,6 +22,7 @@ from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, lora_config
 from rl_vlm.models.memory.reading import read_shape
 from rl_vlm.models.modules import text_model, towers
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.trained import initial_adapter
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.seeding import derive_seed
@@ -107,10 +108,14 @@ class PolicyModel:
         return Critic(self.model, section, self.model.config.get_text_config().hidden_size, own)
 
     def payload(
-        self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
+        self,
+        version: int,
+        weights: Mapping[str, Tensor] | None = None,
+        dtype: str | None = None,
+        room: VersionRoom | None = None,
     ) -> WeightPayload:
         """What is trained, or other tensors by its names, as a version; rounded where `dtype` is given."""
-        return self.trained.payload(version, self.trained.weights() if weights is None else weights, dtype)
+        return self.trained.payload(version, self.trained.weights() if weights is None else weights, dtype, room)
 
     def load(self, weights: WeightPayload) -> None:
         """Put a version's tensors in place. Raises UserInputError for one that does not fit."""

@@ -14,6 +14,7 @@ from rl_vlm.learning.sharded import shard_layers
 from rl_vlm.learning.strategies import AllReduce
 from rl_vlm.learning.training import FullTraining
 from rl_vlm.models.modules import text_model
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.tensor_bytes import take_part_in_packing
 from rl_vlm.models.weights import FullPayload, WeightPayload
 
@@ -56,10 +57,12 @@ class ShardedTraining(FullTraining):
         self.shards[shard] = master
         return shard
 
-    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
+    def payload(
+        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: VersionRoom | None = None
+    ) -> WeightPayload:
         """All learners call this together, and the first one's holds the tensors."""
         if torch.distributed.get_rank() == 0:
-            return super().payload(version, weights, dtype)
+            return super().payload(version, weights, dtype, room)
         take_part_in_packing(weights, dtype)
         return FullPayload(version, b"", "", "")
 

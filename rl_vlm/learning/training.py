@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rl_vlm.models.lora import inject_lora, load_lora_state, lora_state
+from rl_vlm.models.shared_memory import VersionRoom
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits
 
 
@@ -30,8 +31,10 @@ class LoraTraining:
         """Put such tensors in place. Raises UserInputError for ones that do not fit."""
         load_lora_state(self._model, state)
 
-    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """Such tensors as an immutable version, rounded where `dtype` is given."""
+    def payload(
+        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: VersionRoom | None = None
+    ) -> WeightPayload:
+        """Such tensors as an immutable version, rounded where `dtype` is given. `room`: where all weights go."""
         return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
@@ -82,8 +85,10 @@ class FullTraining:
     def _put(self, master: Tensor, value: Tensor) -> None:
         master.copy_(value)
 
-    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        return FullPayload.build(version, weights, self._base_name, dtype)
+    def payload(
+        self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None, room: VersionRoom | None = None
+    ) -> WeightPayload:
+        return FullPayload.build(version, weights, self._base_name, dtype, room)
 
     @torch.no_grad()
     def stepped(self) -> None:

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 PIECE = 16 << 20  # bytes that one thread hashes at a time
-_MAX_THREADS = 8
+_MAX_THREADS = 16
 # safetensors' names of types, and the order in which it writes them, backwards.
 TYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "int32": "I32",
@@ -26,18 +26,34 @@ TYPES = {
 }  # fmt: skip
 
 
-def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
-    """The bytes of a safetensors file, read-only, of tensors on any device, rounded there to `dtype` where it is given.
-    Equal tensors give equal bytes. Raises ValueError for a type that is not in TYPES."""
+def pack(
+    state: Mapping[str, Tensor], dtype: str | None = None, target: memoryview | None = None
+) -> tuple[memoryview, str]:
+    """The bytes of a safetensors file, read-only, of tensors on any device, rounded there to `dtype` where it is given;
+    and their `tree_digest`. Equal tensors give equal bytes. `target`: where the bytes go, `packed_size` of them; else
+    into new memory. Raises ValueError for a type that is not in TYPES."""
     import torch
 
     header, places = _layout(state, dtype)
-    content = torch.empty(len(header) + max((end for _, end, _ in places.values()), default=0), dtype=torch.uint8)
+    size = len(header) + _end(places)
+    content = torch.empty(size, dtype=torch.uint8) if target is None else torch.frombuffer(target, dtype=torch.uint8)
     content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    body = content[len(header) :]
+    body, packed = content[len(header) :], content.numpy().data.toreadonly()
+    digest = _TreeDigest(packed)
     for name, (begin, end, kind) in places.items():
         body[begin:end].view(kind).view(state[name].shape).copy_(_whole(state[name].detach(), kind))
-    return content.numpy().data.toreadonly()
+        digest.filled_to(len(header) + end)
+    return packed, digest.result()
+
+
+def packed_size(state: Mapping[str, Tensor], dtype: str | None = None) -> int:
+    """How many bytes `pack` makes of such tensors, whose shapes and types alone are read."""
+    header, places = _layout(state, dtype)
+    return len(header) + _end(places)
+
+
+def _end(places: Mapping[str, tuple[int, int, dtype]]) -> int:
+    return max((end for _, end, _ in places.values()), default=0)
 
 
 def take_part_in_packing(state: Mapping[str, Tensor], dtype: str | None = None) -> None:
@@ -67,13 +83,34 @@ def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
 
 def tree_digest(content: bytes | memoryview) -> str:
     """SHA-256 in hexadecimal; of more than PIECE bytes, that of the SHA-256s of their pieces, which threads compute."""
-    view = memoryview(content)
-    if len(view) <= PIECE:
-        return hashlib.sha256(view).hexdigest()
-    starts = range(0, len(view), PIECE)
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        digests = threads.map(lambda start: hashlib.sha256(view[start : start + PIECE]).digest(), starts)
-        return hashlib.sha256(b"".join(digests)).hexdigest()
+    return _TreeDigest(memoryview(content)).result()
+
+
+class _TreeDigest:
+    """The digest of bytes that are filled in from first to last, while threads hash the pieces that are full."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._pieces = view, list[Future[bytes]]()
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+
+    def filled_to(self, end: int) -> None:
+        self._hash_until(end - PIECE + 1)
+
+    def _hash_until(self, stop: int) -> None:
+        for start in range(len(self._pieces) * PIECE, stop, PIECE):
+            self._pieces.append(self._threads.submit(_sha256, self._view[start : start + PIECE]))
+
+    def result(self) -> str:
+        """Of all bytes, which are there now."""
+        if len(self._view) <= PIECE:
+            return _sha256(self._view).hex()
+        self._hash_until(len(self._view))
+        with self._threads:
+            return _sha256(b"".join(piece.result() for piece in self._pieces)).hex()
+
+
+def _sha256(content: bytes | memoryview) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def file_digest(path: Path) -> str:
@@ -81,9 +118,9 @@ def file_digest(path: Path) -> str:
     return tree_digest(mapped(path))
 
 
-def mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+def mapped(path: Path, writable: bool = False) -> memoryview:
+    with path.open("r+b" if writable else "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
 
 
 def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, tuple[int, int, dtype]]]:

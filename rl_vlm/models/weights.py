@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_vlm.files import replace_folder
-from rl_vlm.models.tensor_bytes import TYPES, pack, read_header, tree_digest
+from rl_vlm.models.shared_memory import VersionRoom
+from rl_vlm.models.tensor_bytes import TYPES, mapped, pack, read_header, tree_digest
 from rl_vlm.types import POLICY, UserInputError
 
 if TYPE_CHECKING:
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """One immutable version of a policy: safetensors bytes with their `tree_digest`, and what they are as JSON."""
+    """One immutable version of a policy: safetensors bytes with their `tree_digest`, and what they are as JSON. `file`
+    is where the bytes lie in this node's shared memory, if they do: then pickling passes on its name alone."""
 
     version: int
     tensors: bytes | memoryview
     config_json: str
     sha256: str
     policy: str = POLICY
+    file: str = ""
 
     FOLDER: ClassVar[str]  # inside a run or a checkpoint, with the files TENSORS and CONFIG
     TENSORS: ClassVar[str]
@@ -42,14 +45,25 @@ class WeightPayload:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Out of band from pickle protocol 5 on: Ray lets all processes of a node read the same bytes in place."""
-        tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
-        return _unpickled, (type(self), self.version, tensors, self.config_json, self.sha256, self.policy)
+        tensors: Any = None
+        if not self.file:
+            tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
+        return _unpickled, (type(self), self.version, tensors, self.config_json, self.sha256, self.policy, self.file)
 
     @classmethod
-    def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str, dtype: str | None = None) -> Self:
-        """Pack tensors by name, rounded to `dtype` where it is given."""
-        content = pack(state, dtype)
-        return cls(version, content, config_json, tree_digest(content))
+    def packed(
+        cls,
+        version: int,
+        state: Mapping[str, Tensor],
+        config_json: str,
+        dtype: str | None = None,
+        room: VersionRoom | None = None,
+    ) -> Self:
+        """Pack tensors by name, rounded to `dtype` where it is given, into the `room` if they fit there."""
+        target = room.take() if room is not None else None
+        content, digest = pack(state, dtype, target)
+        file = str(room.path) if room is not None and target is not None else ""
+        return cls(version, content, config_json, digest, file=file)
 
     @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> Self:
@@ -112,8 +126,8 @@ class WeightPayload:
         kind, own = getattr(torch, dtype), self.state()
         if all(tensor.dtype == kind for tensor in own.values()):
             return self
-        content = pack(own, dtype)
-        return replace(self, tensors=content, sha256=tree_digest(content))
+        content, digest = pack(own, dtype)
+        return replace(self, tensors=content, sha256=digest, file="")
 
     def write(self, folder: Path) -> Path:
         """Write both files; the folder appears complete or not at all. Other files in it stay, such as a model card."""
@@ -128,10 +142,11 @@ class WeightPayload:
 
 
 def _unpickled(
-    kind: type[WeightPayload], version: int, tensors: Any, config_json: str, sha256: str, policy: str
+    kind: type[WeightPayload], version: int, tensors: Any, config_json: str, sha256: str, policy: str, file: str
 ) -> WeightPayload:
-    content = tensors if isinstance(tensors, bytes) else memoryview(tensors)
-    return kind(version, content, config_json, sha256, policy)
+    """Raises OSError where the payload's file is not, or no longer, on this node."""
+    content = mapped(Path(file)) if file else tensors if isinstance(tensors, bytes) else memoryview(tensors)
+    return kind(version, content, config_json, sha256, policy, file)
 
 
 PREFIX = "base_model.model."  # peft's, before the module names in adapter files
@@ -217,10 +232,17 @@ class FullPayload(WeightPayload):
     ENDINGS: ClassVar[tuple[str, ...]] = ("",)
 
     @classmethod
-    def build(cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None) -> FullPayload:
+    def build(
+        cls,
+        version: int,
+        state: Mapping[str, Tensor],
+        base: str,
+        dtype: str | None = None,
+        room: VersionRoom | None = None,
+    ) -> FullPayload:
         """`base` is the model that training began with."""
         about = json.dumps({"format": "rl_vlm full weights", "base_model": base}, indent=1)
-        return cls.packed(version, state, about, dtype)
+        return cls.packed(version, state, about, dtype, room)
 
 
 def require_full(payload: WeightPayload) -> FullPayload:

@@ -16,6 +16,7 @@ from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Reply
 from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.envs.foreign.agent import AgentEnv
+from rl_vlm.envs.images import blanked, replaced
 from rl_vlm.http.agents import AgentEndpoint
 from rl_vlm.http.gate import RequestError
 from rl_vlm.models.images import TextSide
@@ -39,6 +40,8 @@ from rl_vlm.types import (
     Turn,
 )
 
+_SEEN = 64  # items whose pictures are kept for swapped views
+
 
 @dataclass(slots=True)
 class _Sequence:
@@ -58,11 +61,20 @@ class AgentEpisode:
     reproduce the distribution. Answers of a form that the agent asks for are kept, and not trained."""
 
     def __init__(
-        self, task: RolloutTask, number: int, policy: Client, text: TextSide, rollout: RolloutSection, max_context: int
+        self,
+        task: RolloutTask,
+        number: int,
+        seen: dict[int, EncodedImage],
+        policy: Client,
+        text: TextSide,
+        rollout: RolloutSection,
+        max_context: int,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._task, self._number, self._policy, self._text = task, number, policy, text
         self._rollout, self._max_context = rollout, max_context
+        self._seen = seen  # one picture of each of the last items, of all episodes here
+        self._swapped: dict[str, EncodedImage] = {}
         self._sequences: list[_Sequence] = []
         self._calls, self.calls, self.untrained, self.sampled, self.closed = count(), 0, 0, 0, False
 
@@ -74,6 +86,7 @@ class AgentEpisode:
         if self.calls + request.sampling.n > rollout.max_turns:
             raise RequestError(400, f"rollout.max_turns ({rollout.max_turns}) answers were given in this episode.")
         self.calls += request.sampling.n
+        request = replace(request, images=tuple(map(self._viewed, request.images)))
         before, ids = self._continued(request)
         expanded = self._text.expand(ids, request.images, self._task.group_id)
         left = [request.sampling.max_new_tokens, rollout.max_new_tokens_per_turn, self._max_context - len(expanded)]
@@ -148,6 +161,16 @@ class AgentEpisode:
                 return one, np.concatenate([one.ids, request.prompt_ids[place + 1 :]])
         return None, request.prompt_ids
 
+    def _viewed(self, image: EncodedImage) -> EncodedImage:
+        """What the policy sees in the place of a picture, in its size: with swapped views one that another item showed."""
+        others = [one for index, one in self._seen.items() if index != self._task.index]
+        if self._task.view == "swapped" and others:
+            return self._swapped.setdefault(image.sha256, replaced([image], others[-1:])[0])
+        self._seen[self._task.index] = image
+        if len(self._seen) > _SEEN:
+            del self._seen[next(iter(self._seen))]
+        return image if self._task.view == "true" else blanked([image])[0]
+
     def _bytes(self, ids: np.ndarray) -> bytes:
         return b"".join(map(self._text.codec.token_bytes, ids.tolist()))
 
@@ -219,7 +242,7 @@ async def run_agents(
     with discard_on_failure(pool, envs), ExitStack() as stack:  # type: ignore[arg-type]
         envs += await pool.borrow(task.size)  # type: ignore[arg-type]
         await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
-        episodes = [AgentEpisode(task, k, policy, text, rollout, max_context) for k in range(task.size)]
+        episodes = [AgentEpisode(task, k, endpoint.seen, policy, text, rollout, max_context) for k in range(task.size)]
         tokens = [stack.enter_context(endpoint.opened(episode)) for episode in episodes]
         pairs = zip(envs, tokens, strict=True)
         replies = await pool.run([partial(env.act, endpoint.base_url, token) for env, token in pairs])

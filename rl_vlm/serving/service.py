@@ -8,6 +8,7 @@ belongs to all runs that name it (see `SharedRegistry`).
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 import uuid
@@ -32,6 +33,7 @@ from ray.util.placement_group import get_current_placement_group
 from rl_vlm.config import CommonConfig
 from rl_vlm.engines.vllm_limits import check_kernels
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.shared_memory import OwnFolder
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import ServingError, build_app, delete_application, deploy, start_serve, wait_for_replicas
 from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
@@ -64,6 +66,8 @@ class PolicyService:
         self._newest: Published | None = None
         self._ready = False
         self._stopped = threading.Event()
+        self._memory = OwnFolder() if config.trains_full else None
+        self._files, self._bytes = list[str](), 0  # of the newest versions in it, and the size of one
         self._registry: Any = None
         if self._shared:
             # The next call finds the cluster's Serve: this process may know that of an earlier cluster.
@@ -161,6 +165,8 @@ class PolicyService:
         newest version that was acknowledged before this one, and after how long; None before the first acknowledgement.
         """
         payload, published = replace(payload, policy=self.key.policy), None
+        if payload.file and sum(node["Alive"] for node in ray.nodes()) > 1:
+            payload = replace(payload, file="")  # its bytes go to the other nodes
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
@@ -169,6 +175,7 @@ class PolicyService:
                     self._newest = published  # kept here, because a restarted registry has no versions
                 before = self._registry.acknowledged.remote(self.key.policy)  # calls from here arrive in their order
                 if ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S):
+                    self._keep(payload)
                     return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
                 self._rejoin()
                 reason: object = "the registry had lost it"
@@ -182,6 +189,22 @@ class PolicyService:
             if time.monotonic() > deadline:
                 raise ServingError(f"Version {payload.version} could not be published: {reason}")
             time.sleep(_PAUSE_S)
+
+    @property
+    def folder(self) -> str:
+        """Where versions of all weights may lie in this node's shared memory. Empty where three do not fit beside Ray's
+        store: processes that write to what is promised and not there are killed."""
+        if self._memory is None or not self._memory.in_memory:
+            return ""
+        needed = ray.cluster_resources().get("object_store_memory", 0) + 3 * self._bytes
+        return str(self._memory.path) if shutil.disk_usage(self._memory.path).total >= needed else ""
+
+    def _keep(self, payload: WeightPayload) -> None:
+        """Delete all versions but this one and the one before, which replicas may still open."""
+        self._bytes, self._files = len(payload.tensors), [*self._files, payload.file][-2:]
+        for path in self._memory.path.iterdir() if self._memory is not None else ():
+            if str(path) not in self._files:
+                path.unlink()
 
     def let_sleep(self, sleep: bool) -> None:
         """Let the replicas give memory to the learner until the next version is published, or take it back without one.
@@ -213,6 +236,8 @@ class PolicyService:
             # What was trained is not lost with it: replicas whose registry is gone end by themselves.
             logger.warning("The replicas of %s could not be stopped: %s", self.run_id, error)
         ray.kill(self._registry, no_restart=True)
+        if self._memory is not None:
+            self._memory.close()
 
     def _leave(self) -> None:
         with suppress(RayError):  # it is gone, or the lease ends by itself

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tables import table
 
 from rl_vlm.cli.app import run as rl_vlm
+from rl_vlm.config import load_config
+from rl_vlm.config.recipes import recipe_names
+from rl_vlm.runs import surroundings
 
 TABLES = table("settings")
 
@@ -30,12 +37,12 @@ QWEN3_VL = {
 
 @pytest.fixture(scope="module")
 def model_folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders without weights whose config.json has the real shapes; the tokenizer is the tiny model's."""
+    """Folders whose config.json has the real shapes; tokenizer and weights, which a dry run does not load, are the tiny model's."""
     folders = {}
     for size, (shape, _) in QWEN3_VL.items():
         hidden, layers, heads, feed_forward, v_hidden, v_depth, v_feed_forward, deepstack, tied = shape
         folder = tmp_path_factory.mktemp("qwen") / size
-        shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(tiny_folder, folder)
         config = json.loads((folder / "config.json").read_text())
         config["tie_word_embeddings"] = tied
         config["text_config"] |= {
@@ -55,26 +62,39 @@ def model_folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folders
 
 
-@pytest.mark.parametrize("size", QWEN3_VL)
-def test_large_recipes_pass_a_dry_run_and_state_what_they_need(
-    size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
-    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}", f"env.data={FIXTURES}"]) == 2
-    printed = capsys.readouterr().out
-    assert "gpu_memory_gib:" in printed and printed.startswith("not here: ")  # neither a GPU nor weights
-    billions = float(printed.split("parameters: ")[1].split()[0])
-    assert billions == pytest.approx(QWEN3_VL[size][1], rel=0.02)
+@pytest.fixture
+def node_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a dry run asks of the machine, as a node answers that has eight H100 of 80 GB and 96 cores."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85_029_158_912))
+    monkeypatch.setattr(surroundings, "available_cores", lambda: 96.0)
 
 
-# Without data these play drawn maps and drawn pictures.
-@pytest.mark.parametrize(("recipe", "size"), [("geospot", "2b"), ("geospot", "4b"), ("zoom", "2b")])
-def test_large_recipes_without_data_pass_a_dry_run(
-    recipe: str, size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+GPU_RECIPES = [name for name in recipe_names() if not name.endswith("_tiny") and load_config(name).needed_gpus]
+
+
+@pytest.mark.usefixtures("node_of_eight")
+@pytest.mark.parametrize("name", GPU_RECIPES)
+def test_every_gpu_recipe_passes_a_dry_run_on_a_node_of_eight_gpus(
+    name: str, model_folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ROOT / f"configs/{recipe}_qwen3vl_{size}.yaml"
-    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}"]) == 2
-    assert "env: " in capsys.readouterr().out
+    run = load_config(name)
+    size = run.model.path.removeprefix("Qwen/Qwen3-VL-").removesuffix("-Instruct").lower()
+    changes = [f"model.path={model_folders[size]}"]
+    if run.env.id == "QA-v0":
+        assert rl_vlm(["sft-example", str(tmp_path / "data")]) == 0
+        changes.append(f"env.data={tmp_path}/data/train.jsonl")
+    elif run.env.id == "Geo3k-v0":
+        changes.append(f"env.data={FIXTURES}")
+    elif run.env.id.startswith("softgym/"):  # its simulator comes from a package of the user's
+        changes.append("env.id=ContinuousCartPole-v0")
+    assert rl_vlm(["train", name, "--dry-run", *changes, "--run-dir", str(tmp_path / "run")]) == 0
+    found = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert found["gpus"] == f"{run.needed_gpus:g} needed, 8 here"
+    assert float(found["parameters"].split()[0]) == pytest.approx(QWEN3_VL[size][1], rel=0.02)
+    left = {key: float(value.split()[0]) for key, value in found.items() if re.match(r"GPU .*, left$", key)}
+    last = [re.findall(r"\d+", key)[-1] for key in left]  # of "GPU 0 to 7"
+    assert int(last[-1]) + 1 == math.ceil(run.needed_gpus) and min(left.values()) > 0
 
 
 def test_recipes_for_data_of_ones_own_pass_a_dry_run(
@@ -84,7 +104,7 @@ def test_recipes_for_data_of_ones_own_pass_a_dry_run(
     assert rl_vlm(["sft-example", str(data)]) == 0
     for name, model, more, code in (
         ("qa_tiny", tiny_folder, f"env.data={data}", 0),
-        ("qa_qwen3vl_2b", model_folders["2b"], f"env.data={data}/train.jsonl", 2),  # without a GPU and weights
+        ("qa_qwen3vl_2b", model_folders["2b"], f"env.data={data}/train.jsonl", 2),  # without a GPU
     ):
         assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", f"model.path={model}", more]) == code
 

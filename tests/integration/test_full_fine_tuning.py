@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from rl_vlm.config import load_config
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.models.trained import trained_folder
 from rl_vlm.models.weights import FullPayload
-from rl_vlm.runs.train import evaluate_run, train
+from rl_vlm.monitoring.callbacks import Callback
+from rl_vlm.runs.train import evaluate_run, opened_run, train
 from rl_vlm.types import Completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,9 @@ def test_replicas_agree_with_the_learner_after_each_update(
         loop = Loop(folder, 0.8, ServedEngine(service), **FULL)
         found = agreements(loop, updates)
         loop.pool.close()
-        # Versions went through memory alone.
+        kept = list(Path(service.folder).iterdir())
+        assert len(kept) == 2  # the newest versions, in memory alone
+    assert not kept[0].parent.exists()
     print(f"{engine}: largest difference {max(found):.1e} nats, per update", " ".join(f"{one:.1e}" for one in found))
     assert len(found) == updates and max(found) < 1e-4
 
@@ -59,8 +62,16 @@ def test_a_run_of_two_learners_leaves_weights_that_are_evaluated(tiny_folder: Pa
         "algorithm.shuffle_rewards=true", "algorithm.entropy_coef=0.01",
     ]  # fmt: skip
     run = load_config(ROOT / "configs/full_tiny.yaml", changes)
-    result = train(run, str(tmp_path / "run"))
+    versions = dict[int, int]()
+
+    class Files(Callback):
+        def on_iteration(self, folder: Path, iteration: int, metrics: Mapping[str, float]) -> None:
+            versions[iteration] = len(list(Path(running.algorithm.service.folder).iterdir()))
+
+    with opened_run(run, str(tmp_path / "run"), callbacks=[Files()]) as running:
+        result = running.execute()
     assert (result["status"], result["policy_version"]) == ("done", 2)
+    assert versions == {1: 1, 2: 2}  # one learner alone puts them into the driver's memory
     weights = trained_folder(tmp_path / "run")
     assert weights is not None and weights.name == "weights"
     longer = load_config(ROOT / "configs/full_tiny.yaml", [*changes, "algorithm.iterations=3"])

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +27,8 @@ from torch import Tensor
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.vllm_weights import FullVersions
 from rl_vlm.models import tensor_bytes
-from rl_vlm.models.tensor_bytes import file_digest, pack, tree_digest
+from rl_vlm.models.shared_memory import OwnFolder, VersionRoom
+from rl_vlm.models.tensor_bytes import file_digest, pack, packed_size, tree_digest
 from rl_vlm.models.weights import FullPayload
 from rl_vlm.types import (
     Completion,
@@ -46,23 +54,23 @@ def tensors(described: dict[str, tuple[list[int], torch.dtype]]) -> dict[str, Te
 def test_packed_bytes_are_those_of_safetensors(described: dict[str, tuple[list[int], torch.dtype]]) -> None:
     described.pop("__metadata__", None)
     state = tensors(described)
-    assert bytes(pack(state)) == save(state)
+    assert (packed := pack(state))[0] == save(state) and packed[1] == tree_digest(packed[0])
 
 
 def test_a_tensor_in_another_layout_is_packed_in_its_order() -> None:
     plain = torch.arange(12.0).view(3, 4)
-    packed = load(bytes(pack({"a": plain.t(), "b": plain[:, 1], "c": plain[:1].expand(2, 4)})))
+    packed = load(bytes(pack({"a": plain.t(), "b": plain[:, 1], "c": plain[:1].expand(2, 4)})[0]))
     assert packed["a"].equal(plain.t()) and packed["b"].equal(plain[:, 1]) and packed["c"].equal(plain[:1].expand(2, 4))
 
 
 def test_packed_tensors_are_rounded_to_the_nearest() -> None:
     state = tensors({"a": ([64, 3], torch.float32), "b": ([5], torch.bfloat16)})
-    assert bytes(pack(state, "bfloat16")) == save({name: tensor.bfloat16() for name, tensor in state.items()})
+    assert pack(state, "bfloat16")[0] == save({name: tensor.bfloat16() for name, tensor in state.items()})
 
 
 def test_parameters_are_packed_without_a_gradient_and_cannot_be_changed_there() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    packed = pack({"a": parameter * 2})
+    packed, _ = pack({"a": parameter * 2})
     with pytest.raises(TypeError, match="read-only"):
         packed[0] = 1
 
@@ -78,6 +86,84 @@ def test_the_digest_is_that_of_the_pieces(size: int, tmp_path: Path, monkeypatch
         wanted = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces))
     (tmp_path / "file").write_bytes(content)
     assert tree_digest(content) == file_digest(tmp_path / "file") == wanted.hexdigest()
+
+
+@given(st.lists(st.integers(0, 2500), max_size=6))
+def test_the_digest_that_follows_the_packing_is_that_of_the_bytes(sizes: list[int]) -> None:
+    state = {f"t{k}": torch.arange(size, dtype=torch.uint8 if k % 2 else torch.int32) for k, size in enumerate(sizes)}
+    with mock.patch.object(tensor_bytes, "PIECE", 1000):
+        packed, digest = pack(state)
+        assert digest == tree_digest(packed) and len(packed) == packed_size(state)
+
+
+# --- A version in the shared memory of a node
+
+
+@pytest.fixture
+def memory() -> Iterator[OwnFolder]:
+    folder = OwnFolder()
+    yield folder
+    folder.close()
+    assert not folder.path.exists()
+
+
+def version(folder: OwnFolder) -> FullPayload:
+    state = {"a": torch.randn(300, 7), "b": torch.ones(5)}
+    room = VersionRoom(folder.path, packed_size(state, "bfloat16"))
+    payload = FullPayload.build(3, state, "base", "bfloat16", room)
+    assert payload.tensors == FullPayload.build(3, state, "base", "bfloat16").tensors
+    return payload
+
+
+def test_a_version_in_shared_memory_travels_by_name(memory: OwnFolder) -> None:
+    payload = version(memory)
+    sent = pickle.dumps(payload)
+    assert len(sent) < 1000 < len(payload.tensors)
+    came = pickle.loads(sent)
+    assert came == payload and came.verify().state()["b"].tolist() == [1.0] * 5
+    Path(payload.file).unlink()
+    with pytest.raises(FileNotFoundError):  # a replica that comes too late asks for the newest version
+        pickle.loads(sent)
+    assert came.verify() and pickle.loads(pickle.dumps(replace(payload, file=""))) == replace(payload, file="")
+    assert came.rounded("float32").file == ""
+
+
+def test_a_version_without_room_in_shared_memory_lies_elsewhere(
+    memory: OwnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert version(memory).file == "" and not list(memory.path.iterdir())
+
+
+def test_vllm_maps_a_version_where_it_lies(memory: OwnFolder) -> None:
+    payload, versions = version(memory), FullVersions(None, None)
+    try:
+        file = versions._put(payload)
+        assert file.samefile(payload.file)
+        file.unlink()
+        Path(payload.file).unlink()
+        assert versions._put(payload).read_bytes() == payload.tensors
+    finally:
+        versions.close()
+
+
+def test_shared_memory_is_freed_when_its_owner_is_killed() -> None:
+    code = (
+        "from rl_vlm.models.shared_memory import OwnFolder; import time; folder = OwnFolder()\n"
+        "(folder.path / 'file').touch(); print(folder.path, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        assert (path / "file").exists()
+        owner.kill()
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not path.exists()
 
 
 # --- Pickling packs arrays; what comes back equals what went in
@@ -128,9 +214,9 @@ def test_weights_that_do_not_fit_for_vllm_are_an_error_and_leave_nothing(monkeyp
         payload = FullPayload.build(1, {"a": torch.ones(64)}, "base")
         monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(EngineError, match="No space left"):
-            versions._write(payload)
+            versions._put(payload)
         assert not list(versions.root.iterdir())
         monkeypatch.undo()
-        assert versions._write(payload).is_file()
+        assert versions._put(payload).is_file()
     finally:
         versions.close()
