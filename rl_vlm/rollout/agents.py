@@ -162,7 +162,7 @@ class AgentEpisode:
         return None, request.prompt_ids
 
     def _viewed(self, image: EncodedImage) -> EncodedImage:
-        """What the policy sees in the place of a picture, in its size: with swapped views one that another item showed."""
+        """What the policy sees in the place of a picture, in its size; swapped: one that another item showed."""
         others = [one for index, one in self._seen.items() if index != self._task.index]
         if self._task.view == "swapped" and others:
             return self._swapped.setdefault(image.sha256, replaced([image], others[-1:])[0])

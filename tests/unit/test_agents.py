@@ -48,7 +48,9 @@ def sample(tmp_path: Path, tiny_folder: Path) -> Iterator[Callable[..., RolloutR
     """Samples groups of an agent's source with an engine."""
     workers: list[RolloutWorker] = []
 
-    def sample(source: str, engine: Any, groups: int = 1, size: int = 2, **dotted: Any) -> RolloutResult:
+    def sample(
+        source: str, engine: Any, groups: int = 1, size: int = 2, view: Any = "true", **dotted: Any
+    ) -> RolloutResult:
         (tmp_path / "my_agent.py").write_text(HEAD + source)
         settings = {"env__id": str(tmp_path / "my_agent.py"), "rollout__max_new_tokens_per_turn": 6,
                     "rollout__group_retries": 0, "serving__max_context": 1024, **dotted}  # fmt: skip
@@ -56,7 +58,16 @@ def sample(tmp_path: Path, tiny_folder: Path) -> Iterator[Callable[..., RolloutR
         workers.append(RolloutWorker(run, "run", tiny_folder, client=EngineClient(engine)))
         tasks = [
             RolloutTask(
-                f"g{k}", k, "train", seed=k, sampling_seed=k, size=size, temperature=1.0, min_version=0, record=True
+                f"g{k}",
+                k,
+                "train",
+                seed=k,
+                sampling_seed=k,
+                size=size,
+                temperature=1.0,
+                min_version=0,
+                record=True,
+                view=view,
             )
             for k in range(groups)
         ]
@@ -101,6 +112,19 @@ def test_the_task_decides_how_calls_are_sampled(sample: Callable[..., RolloutRes
     assert [len(one.images) for one in (first, second)] == [3, 3] and not first.segments
     assert [message.role for message in first.messages] == ["user", "assistant"] * 3
     assert [turn.reward for turn in first.turns] == [0, 0, 1.5]
+
+
+def test_pictures_are_blank_or_another_items_where_sight_is_measured(
+    sample: Callable[..., RolloutResult], scripted: ScriptedEngine
+) -> None:
+    shown = {
+        view: [one.images for one in trajectories(sample(LOOP, scripted, groups=2, size=1, view=view))]
+        for view in ("true", "blank", "swapped")
+    }
+    for view in ("blank", "swapped"):
+        for own, others in zip(shown["true"], shown[view], strict=True):
+            assert [(a.width, a.height) for a in own] == [(b.width, b.height) for b in others]
+            assert not {a.sha256 for a in own} & {b.sha256 for b in others}
 
 
 def test_other_calls_begin_segments(sample: Callable[..., RolloutResult], scripted: ScriptedEngine) -> None:
