@@ -348,7 +348,7 @@ def judged_correct(info: Mapping[str, Any], reward: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TokenSegment:
     """One sequence that the engine saw: tokens [start, stop) of `Trajectory.token_ids`, which begin with a prompt."""
 
     start: int
@@ -377,7 +377,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()  # the recorded conversation; images replaced by their hash
     error: str = ""  # the reason, when aborted
     replica_ids: tuple[str, ...] = ()
-    segments: tuple[Segment, ...] = ()  # empty where all tokens are one sequence
+    segments: tuple[TokenSegment, ...] = ()  # empty where all tokens are one sequence
     sampled_before: int = 0  # of one of an episode's `parts`: tokens that the parts before it sampled
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ from rl_vlm.types import POLICY, Completion, EncodedImage, GenerationRequest, Sa
 _START_S, _STOP_S = 30.0, 5.0
 
 
-class Episode(Protocol):
+class RecordedEpisode(Protocol):
     """What answers the calls of one episode, on the event loop `loop`."""
 
     loop: asyncio.AbstractEventLoop
@@ -34,7 +34,7 @@ class Episode(Protocol):
     async def complete(self, request: GenerationRequest) -> Completion: ...
 
 
-_EPISODE: ContextVar[Episode] = ContextVar("episode")
+_EPISODE: ContextVar[RecordedEpisode] = ContextVar("episode")
 
 
 class AgentEndpoint:
@@ -42,7 +42,7 @@ class AgentEndpoint:
 
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         limits = limits.model_copy(update={"host": "127.0.0.1", "adapter_root": None})
-        self._episodes: dict[str, Episode] = {}
+        self._episodes: dict[str, RecordedEpisode] = {}
         self.seen: dict[int, EncodedImage] = {}  # by item, for those who swap pictures
         self._gate = ModelApp(_Recorded(), text, limits, max_context=max_context, strict_tools=False).gate  # type: ignore[arg-type]
         sock, listens = bind("127.0.0.1", 0), threading.Event()
@@ -53,7 +53,7 @@ class AgentEndpoint:
         listens.wait(_START_S)
 
     @contextmanager
-    def opened(self, episode: Episode):  # type: ignore[no-untyped-def]
+    def opened(self, episode: RecordedEpisode):  # type: ignore[no-untyped-def]
         """The token that opens the episode inside the block."""
         token = f"episode-{secrets.token_urlsafe(24)}"
         self._episodes[token] = episode

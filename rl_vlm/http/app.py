@@ -48,7 +48,7 @@ B = TypeVar("B", bound=Any)
 
 class ModelApp:
     """Answers HTTP requests with a backend; `gate` is the ASGI application. `max_context` bounds prompt and new tokens
-    of one sample; `token`: see `Gate`. `strict_tools`: whether a tool's `strict` binds calls that nobody requires."""
+    of one sample; `token`: see `Gate`. Without `strict_tools` a tool's `strict` binds required calls alone."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Minibatch:
     weights: dict[str, float]
 
 
-class Part(NamedTuple):
+class SegmentId(NamedTuple):
     """A segment of a trajectory; `start` is its first sampled token among those of the trajectory."""
 
     trajectory_id: str
@@ -65,7 +65,7 @@ class MicroBatch:
     behaviour: np.ndarray  # float32 [N]: the engine's log-probabilities
     sample: np.ndarray  # int64 [N]: the segment, by its place in `parts`
     turn: np.ndarray  # int64 [N]: the turn of the segment
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SegmentId] = field(default_factory=list)
     next_images: list[EncodedImage] = field(default_factory=list)  # of the following micro-batch, to be read ahead
     counts: bool = True  # False for a pass that is made only because the other learners make one
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
@@ -196,7 +196,7 @@ class BatchBuilder:
             behaviour=np.concatenate([one.logprobs[one.loss_mask] for one in group]),
             sample=np.repeat(np.arange(len(group)), list(map(len, columns))),
             turn=np.concatenate([np.repeat(np.arange(len(one.turns)), turn_lengths(one)) for one in group]),
-            parts=[Part(one.trajectory_id, one.sampled_before) for one in group],
+            parts=[SegmentId(one.trajectory_id, one.sampled_before) for one in group],
         )
 
     def _prompt_images(self, trajectory: Trajectory) -> int:

@@ -32,8 +32,8 @@ from rl_vlm.types import (
     Part,
     RLVLMError,
     SamplingParams,
-    Segment,
     StopReason,
+    TokenSegment,
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
@@ -200,7 +200,7 @@ class AgentEpisode:
             logprobs[turn.start : turn.stop] = np.minimum(said.logprobs, 0)
         shown = np.cumsum([0, *(len(one.images) for one in trained)]).tolist()
         edges = zip(starts, starts[1:], shown, shown[1:], strict=False)
-        segments = [Segment(start, stop, tuple(range(*images))) for start, stop, *images in edges]
+        segments = [TokenSegment(start, stop, tuple(range(*images))) for start, stop, *images in edges]
         cut = reply.truncated or any(turn.stop_reason is StopReason.LENGTH for turn in turns)
         return Trajectory(
             trajectory_id=f"{self._task.group_id}:{self._number}",

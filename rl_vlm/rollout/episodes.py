@@ -32,8 +32,8 @@ from rl_vlm.types import (
     RLVLMError,
     Sample,
     SamplingParams,
-    Segment,
     StopReason,
+    TokenSegment,
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
@@ -472,7 +472,7 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
         loss_mask[turn.start : turn.stop] = True
         logprobs[turn.start : turn.stop] = np.minimum(sampled.logprobs, 0)  # rounding in log_softmax can give +1e-8
     images = [*episode.images]
-    segments: list[Segment] = []
+    segments: list[TokenSegment] = []
     if episode.segments:
         episode.close_segment()
         numbers = {image.sha256: number for number, image in enumerate(images)}
@@ -481,7 +481,7 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
                 if image.sha256 not in numbers:  # made by the environment's `context`
                     numbers[image.sha256] = len(images)
                     images.append(image)
-            segments.append(Segment(start, stop, tuple(numbers[image.sha256] for image in shown)))
+            segments.append(TokenSegment(start, stop, tuple(numbers[image.sha256] for image in shown)))
     return Trajectory(
         trajectory_id=f"{task.group_id}:{episode.number}",
         token_ids=np.concatenate([*episode.before, *episode.expanded], dtype=np.int32),

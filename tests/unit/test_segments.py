@@ -39,7 +39,7 @@ from rl_vlm.testing import EngineClient, ScriptedEngine
 from rl_vlm.types import (
     Message,
     Observation,
-    Segment,
+    TokenSegment,
     Trajectory,
     TrajectoryError,
     TrajectoryGroup,
@@ -227,7 +227,7 @@ def episode(text: TextSide, rng: np.random.Generator, name: str, count: int) -> 
         parts[0].status,
         tuple(PICTURES[: count + 1]),
         segments=tuple(
-            Segment(starts[k], starts[k + 1], (k, *[k + 1] * k)) for k in range(count)
+            TokenSegment(starts[k], starts[k + 1], (k, *[k + 1] * k)) for k in range(count)
         ),
     ).check()  # fmt: skip
 

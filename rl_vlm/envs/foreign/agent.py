@@ -51,7 +51,7 @@ class AgentTask:
 
 
 class AgentEnv(EpisodeEnv):
-    """The items that an agent is given. A run's env runners play it with `act`; nobody can step it.
+    """The items that an agent is given. A run's env runners play it with `act`; no one can step it.
 
     `data` holds questions as `Geo3k-v0` reads them. Without data the items are `num_train` and `num_test` numbers, or
     numbers without end. Further arguments are the agent's own keywords.
