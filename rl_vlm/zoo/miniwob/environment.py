@@ -89,7 +89,7 @@ class MiniWoBEnv(EpisodeEnv):
         self._frame = Frame(WIDTH, HEIGHT, scale, coordinates)
         self._turn_seconds, self._deadline_s, self._seed = turn_seconds, deadline_s, seed
         self._browser: Browser | None = None
-        self._page: Page | None = None
+        self.page: Page | None = None
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         if self._browser is not None and not self._browser.alive:
@@ -99,7 +99,7 @@ class MiniWoBEnv(EpisodeEnv):
         number = item.index % len(self.tasks)
         self._task = self.tasks[number]
         try:
-            page = self._page = Page(self._browser, self._deadline_s)
+            page = self.page = Page(self._browser, self._deadline_s)
             page.load(self._files[number].as_uri(), *_WINDOW)
             start = _START.format(split=item.split, seed=f"{self._seed}/{item.split}/{item.index}")
             limit = math.ceil(page.evaluate(start) / self._turn_seconds)
@@ -115,10 +115,10 @@ class MiniWoBEnv(EpisodeEnv):
             raise EnvError(f"MiniWoB-v0: the page of {self._task} did not open ({error}).") from error
 
     def reply(self, text: str) -> Reply:
-        assert self._page is not None  # the episode is open
+        assert self.page is not None  # the episode is open
         info: Info = {"task": self._task, "correct": False, "outcome": "playing", "well_formed": True}
         try:
-            return self._play(self._page, text, info)
+            return self._play(self.page, text, info)
         except PageLostError as error:
             return self._end(info, NOT_SOLVED, str(error))
 
@@ -152,9 +152,9 @@ class MiniWoBEnv(EpisodeEnv):
         return Observation.user(image, f"{before}Task: {self._words}")
 
     def _close_page(self) -> None:
-        if self._page is not None:
-            self._page.close()
-            self._page = None
+        if self.page is not None:
+            self.page.close()
+            self.page = None
 
     def close(self) -> None:
         self._close_page()
