@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_vlm.zoo.miniwob.actions import Action, ActionError, Coordinates, Frame, parse_action
+from rl_vlm.zoo.miniwob.actions import Action, Coordinates, Frame, NoActionError, parse_action
 
 FRAME = Frame(160, 210, 2, "pixels")
 
@@ -47,7 +47,7 @@ def test_an_action_is_what_the_last_line_ends_with(answer: str, action: Action) 
     ],
 )  # fmt: skip
 def test_another_answer_names_no_action(answer: str) -> None:
-    with pytest.raises(ActionError):
+    with pytest.raises(NoActionError):
         parse_action(answer, FRAME)
 
 
@@ -63,5 +63,5 @@ def test_points_are_counted_in_three_ways(coordinates: Coordinates, inside: tupl
     frame = Frame(160, 210, 2, coordinates)
     assert parse_action(f"click({inside[0]})", frame).points == ((80, 105),)
     assert parse_action(f"click({inside[1]})", frame).points == ((159, 209),)
-    with pytest.raises(ActionError, match="outside"):
+    with pytest.raises(NoActionError, match="outside"):
         parse_action(f"click({outside})", frame)

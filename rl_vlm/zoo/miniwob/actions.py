@@ -35,7 +35,7 @@ _SELECTION = """(field => field && field.selectionStart != null
   ? field.value.slice(field.selectionStart, field.selectionEnd) : String(getSelection()))(document.activeElement)"""
 
 
-class ActionError(Exception):
+class NoActionError(Exception):
     """An answer that names no action; the message says why."""
 
 
@@ -59,9 +59,9 @@ class Frame:
         return {"unit": (1, 1), "thousandths": (1000, 1000)}.get(self.coordinates, self.picture)
 
     def to_page(self, x: float, y: float) -> tuple[float, float]:
-        """A point in the page's pixels. Raises ActionError for one outside of the picture."""
+        """A point in the page's pixels. Raises NoActionError for one outside of the picture."""
         if not (0 <= x <= self.ends[0] and 0 <= y <= self.ends[1]):
-            raise ActionError(f"{x:g}, {y:g} is outside of the picture")
+            raise NoActionError(f"{x:g}, {y:g} is outside of the picture")
         page_x, page_y = x / self.ends[0] * self.width, y / self.ends[1] * self.height
         return min(page_x, self.width - 1.0), min(page_y, self.height - 1.0)  # the edges belong to the last pixels
 
@@ -76,13 +76,13 @@ class Action:
 
 
 def parse_action(answer: str, frame: Frame) -> Action:
-    """The action that the last line of an answer ends with. Raises ActionError."""
+    """The action that the last line of an answer ends with. Raises NoActionError."""
     line = (answer.strip().splitlines() or [""])[-1]
-    error, start = ActionError("it does not end with an action"), 0
+    error, start = NoActionError("it does not end with an action"), 0
     while found := _CALL.search(line, start):
         try:
             return _read(found[1].lower(), found[2] or "", frame)
-        except ActionError as wrong:  # in `click(1, 2), then type("x")` the second is one
+        except NoActionError as wrong:  # in `click(1, 2), then type("x")` the second is one
             error, start = wrong, found.start() + 1
     raise error
 
@@ -91,7 +91,7 @@ def _read(word: str, inside: str, frame: Frame) -> Action:
     if word in ("type", "key"):
         text = _text(inside)
         if len(text) > MAX_TEXT:
-            raise ActionError(f"it types more than {MAX_TEXT} characters")
+            raise NoActionError(f"it types more than {MAX_TEXT} characters")
         if word == "key":
             _key(text)
         return Action(word, text=text)
@@ -100,7 +100,7 @@ def _read(word: str, inside: str, frame: Frame) -> Action:
     values = [float(found[1]) for part in parts if (found := _NUMBER.fullmatch(part))]
     wanted = len(re.findall("[xy]", FORMS[word]))
     if not len(values) == len(parts) == wanted or (word == "scroll") != (direction in ("up", "down")):
-        raise ActionError(f"write it as {word}{FORMS[word]}")
+        raise NoActionError(f"write it as {word}{FORMS[word]}")
     points = zip(values[::2], values[1::2], strict=True)
     return Action(word, tuple(frame.to_page(x, y) for x, y in points), direction)
 
@@ -111,7 +111,7 @@ def _text(inside: str) -> str:
         text = found[1] if found else ""
         return str(ast.literal_eval(text)) if text[0] in "\"'" else text.strip()
     except (SyntaxError, ValueError, IndexError) as error:
-        raise ActionError("its text cannot be read: put it in double quotes") from error
+        raise NoActionError("its text cannot be read: put it in double quotes") from error
 
 
 def _key(name: str) -> tuple[int, tuple[str, int, str]]:
@@ -121,7 +121,7 @@ def _key(name: str) -> tuple[int, tuple[str, int, str]]:
     known = _KEYS.get(key) or (_key_of(key) if len(key) == 1 else None)
     bits = sum(_HELD.get(one, 0) for one in set(held))
     if known is None or not _HELD.keys() >= {*held} or (bits & _CTRL and key not in _SHORTCUTS):
-        raise ActionError(f"the key {name[:40]!r} is unknown")
+        raise NoActionError(f"the key {name[:40]!r} is unknown")
     return bits, known
 
 

@@ -36,7 +36,7 @@ _FLAGS = (
 )  # fmt: skip
 # The pipe is the shell's stdin and stdout. Chromium ends when it closes, also when this process is killed.
 _RUN = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$0"'
-_ASK_S, _CLOSE_S = 60.0, 5.0
+_ASK_S, _CLOSE_S = 30.0, 5.0
 _EPOCH = 1_480_000_000  # seconds since 1970 at which the clock of every page starts
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.types import EncodedImage, Observation, UserInputError
-from rl_vlm.zoo.miniwob.actions import FORMS, ActionError, Coordinates, Frame, parse_action, perform
+from rl_vlm.zoo.miniwob.actions import FORMS, Coordinates, Frame, NoActionError, parse_action, perform
 from rl_vlm.zoo.miniwob.browser import Browser, Page, PageLostError
 
 WIDTH, HEIGHT = 160, 210  # of every task, in the page's pixels
@@ -72,7 +72,7 @@ class MiniWoBEnv(EpisodeEnv):
         *,
         coordinates: Coordinates = "pixels",
         scale: Annotated[int, Field(ge=1, le=MAX_SCALE)] = 2,
-        turn_seconds: Seconds = 1.0,
+        turn_seconds: Annotated[float, Field(gt=0, le=30)] = 1.0,
         max_turns: Count = 30,
         deadline_s: Seconds = 30.0,
         seed: int = 0,
@@ -126,7 +126,7 @@ class MiniWoBEnv(EpisodeEnv):
         problem = ""
         try:
             action = parse_action(text, self._frame)
-        except ActionError as error:
+        except NoActionError as error:
             problem = f"That was no action: {error}. "
             info["well_formed"] = False
         else:
