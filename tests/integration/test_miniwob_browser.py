@@ -66,17 +66,6 @@ def value(env: MiniWoBEnv, expression: str) -> Any:
     return env.page.evaluate(expression)
 
 
-def chromiums(of: int | None = None) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(of).children(recursive=True):
-        try:
-            if "chromium" in process.name() or "chrome" in process.name():
-                found.append(process)
-        except psutil.NoSuchProcess:
-            pass  # it ended meanwhile
-    return found
-
-
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -295,8 +284,8 @@ def test_a_dead_browser_is_an_error_and_the_next_episode_has_a_new_one() -> None
 def test_no_process_and_no_file_outlives_its_runner(own_page: Callable[[str], str], tmp_path: Path, end: str) -> None:
     hangs = own_page("while (true) {}")
     program = (
-        f"import rl_vlm, sys\nenv = rl_vlm.make('MiniWoB-v0', tasks={hangs!r})\nenv.reset(options={{'index': 0}})\n"
-        "env.page._browser.send('Runtime.evaluate', env.page._session, expression='while (true) {}')\n"
+        f"import rl_vlm, sys, threading\nenv = rl_vlm.make('MiniWoB-v0', tasks={hangs!r})\nenv.reset(options={{'index': 0}})\n"
+        "threading.Thread(target=env.page.evaluate, args=['while (true) {}'], daemon=True).start()\n"
         f"print('open', flush=True); sys.stdin.read()\nif {end == 'close'}: env.close()\nprint('closed', flush=True); sys.stdin.read()"
     )
     temporary = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -329,10 +318,11 @@ def play_items(indices: list[int]) -> None:
 
 
 def footprint(browser: Browser) -> tuple[int, int, float]:
-    """Chromium's processes and pages, and the MB of all that runs here."""
+    """The number of processes and pages, and the MB of all that runs here."""
     time.sleep(2)  # for processes that end
-    running = chromiums()
-    memory = sum(one.memory_full_info().pss for one in [psutil.Process(), *running]) / 2**20
+    here = psutil.Process()
+    running = [one for one in [here, *here.children(recursive=True)] if one.status() != psutil.STATUS_ZOMBIE]
+    memory = sum(one.memory_full_info().pss for one in running) / 2**20
     return len(running), len(browser.ask("Target.getTargets")["targetInfos"]), memory
 
 

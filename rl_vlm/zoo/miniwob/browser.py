@@ -36,7 +36,7 @@ _FLAGS = (
 )  # fmt: skip
 # The pipe is the shell's stdin and stdout. Chromium ends when it closes, also when this process is killed.
 _RUN = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$0"'
-_ASK_S, _CLOSE_S = 30.0, 5.0
+_ASK_S, _NUDGE_S, _CLOSE_S = 30.0, 2.0, 5.0
 _EPOCH = 1_480_000_000  # seconds since 1970 at which the clock of every page starts
 
 
@@ -224,11 +224,13 @@ class Page:
         return self._wait(self._browser.send(method, self._session, **params))
 
     def _wait(self, future: Future[Any]) -> Any:
-        try:
-            return future.result(self._deadline_s)
-        except TimeoutError:
-            self._lost = self._lost or "hung"
-            raise PageLostError(self._lost) from None
+        for seconds in (_NUDGE_S, self._deadline_s):
+            try:
+                return future.result(seconds)
+            except TimeoutError:  # on a busy machine a page may see no frame until its window is raised
+                self._browser.send("Page.bringToFront", self._session)
+        self._lost = self._lost or "hung"
+        raise PageLostError(self._lost)
 
     def close(self) -> None:
         """Close it, whatever it does, with all windows that it opened."""
