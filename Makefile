@@ -29,7 +29,7 @@ help: ## Show the commands
 
 install: $(STAMP) ## Create the environment with everything that the tests need
 
-$(VENV)/installed-%.txt: requirements/%.txt requirements/kustomize.txt pyproject.toml
+$(VENV)/installed-%.txt: requirements/%.txt requirements/no_deps.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' || { echo "error: $(PYTHON) is not Python 3.11, 3.12 or 3.13: name one of these with PYTHON=..."; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
@@ -38,7 +38,7 @@ $(VENV)/installed-%.txt: requirements/%.txt requirements/kustomize.txt pyproject
 	$(BIN)/uv pip sync --quiet --python $(BIN)/python $<
 	@rm -rf rl_vlm.egg-info # an older one would hide entry points that have come since
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
-	$(if $(findstring run,$*),,$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt)
+	$(if $(findstring run,$*),,$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/no_deps.txt)
 	@rm -f $(VENV)/installed-*.txt && touch $@
 
 quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train the tiny VLM on shapes, offline, in minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import inspect
 import math
 import re
@@ -129,6 +130,8 @@ def test_gymnasium_finds_nothing_wrong(env: VisionEnv) -> None:
 
 
 NEEDED: dict[str, dict[str, Any]] = {"Control-v0": {"env": "CartPole-v1"}, "QA-v0": {"data": GEO3K}}
+# Made only: playing starts a browser. It is one of Debian's packages, and its pages come in a package without dependencies.
+BROWSER = "MiniWoB-v0"
 # What these say is compared with the data when the data are first asked for.
 OF_DATA = ("data", "columns", "split_column", "test_share")
 # What YAML can hold, and a set, an object and bytes from Python.
@@ -142,7 +145,7 @@ ARGUMENTS = [
         name for name, point in provided(ENTRY_POINT_GROUP).items() if point.value.startswith("rl_vlm.")
     )
     for name, parameter in inspect.signature(resolve(env_id)).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
+    if parameter.kind is not parameter.VAR_KEYWORD and (env_id != BROWSER or importlib.util.find_spec("miniwob"))
 ]
 
 
@@ -161,6 +164,8 @@ def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name:
         except UserInputError as error:
             assert name in str(error) and len(str(error).splitlines()) == 1
             assert name == "data" or re.match(rf"({env_id}: )?env\.kwargs\.\w", str(error))
+            continue
+        if env_id == BROWSER:
             continue
         try:
             play(env)
