@@ -128,6 +128,7 @@ WAYS = {
     "a model of another family": ("model.path=tiny-smol",),
     "the same on vLLM": ("model.path=tiny-smol", "serving.engine=vllm", "serving.num_replicas=1"),
     "sampling overlaps learning": ("rollout.max_policy_lag=1",),
+    "an agent asks": (f"env.id={ROOT / 'examples/agent.py'}", "env.kwargs={num_train: 4096, num_test: 512}"),
     **{name: (*strategy(name), "logging.checkpoint_every=10") for name in STRATEGIES},
 }
 
