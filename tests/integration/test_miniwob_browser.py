@@ -317,27 +317,33 @@ def play_items(indices: list[int]) -> None:
     env.close()
 
 
-def footprint(browser: Browser) -> tuple[int, int, float]:
-    """The number of processes and pages, and the MB of all that runs here."""
-    time.sleep(2)  # for processes that end
+def running() -> list[psutil.Process]:
+    """All processes here but a service of its own models that Chromium starts after three minutes, also when idle."""
     here = psutil.Process()
-    running = [one for one in [here, *here.children(recursive=True)] if one.status() != psutil.STATUS_ZOMBIE]
-    memory = sum(one.memory_full_info().pss for one in running) / 2**20
-    return len(running), len(browser.ask("Target.getTargets")["targetInfos"]), memory
+    found = [one for one in [here, *here.children(recursive=True)] if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in found if not any("on_device_model" in word for word in one.cmdline())]
+
+
+def footprint(browser: Browser) -> tuple[int, float]:
+    """The number of pages, and the MB of all that runs here."""
+    memory = sum(one.memory_full_info().pss for one in running()) / 2**20
+    return len(browser.ask("Target.getTargets")["targetInfos"]), memory
 
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(3000)
 def test_a_thousand_episodes_leave_nothing_behind(browser: Browser) -> None:
-    found = []
+    found, processes = [], 0
     for begin, end in ((0, 200), (200, 1200)):
         with ThreadPoolExecutor(8) as threads:
             [*threads.map(play_items, [[*range(begin + number, end, 8)] for number in range(8)])]
+        time.sleep(10)  # for the last pages' processes to end, and the browser's own short-lived ones
+        processes = most = processes or len(running())
+        wait_until(lambda most=most: len(running()) <= most, "no process more than before", 60)  # type: ignore[misc]
         found.append(footprint(browser))
     print(found)
-    (processes, pages, memory), after = found
-    assert after[:2] == (processes, pages)
-    assert after[2] <= 1.05 * memory
+    (pages, memory), after = found
+    assert after[0] == pages and after[1] <= 1.05 * memory
 
 
 @pytest.mark.acceptance
@@ -346,8 +352,8 @@ def test_sixty_four_episodes_at_once_take_less_than_three_gibibytes(browser: Bro
     with ThreadPoolExecutor(16) as threads:
         envs = [*threads.map(opened, [tasks[number % len(tasks)] for number in range(64)])]
         [*threads.map(lambda env: env.step("wait"), envs)]
-    _, pages, memory = footprint(browser)
+    pages, memory = footprint(browser)
     print(pages, memory)
     for env in envs:
         env.close()
-    assert memory < 3 * 1024
+    assert pages >= 64 and memory < 3 * 1024
