@@ -34,6 +34,7 @@ def made(registry_calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **sett
     service.run_id, service.key = "run", module.OWN
     service._shared, service._newest, service._stopped = None, None, threading.Event()
     service._serving = PolicyConfig().serving.model_copy(update=settings)
+    service._memory, service._files, service._bytes = None, [], 0
     calls = {name: SimpleNamespace(remote=call) for name, call in registry_calls.items()}
     service._registry = SimpleNamespace(**calls)
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
