@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -53,7 +53,7 @@ class AgentEndpoint:
         listens.wait(_START_S)
 
     @contextmanager
-    def opened(self, episode: RecordedEpisode):  # type: ignore[no-untyped-def]
+    def opened(self, episode: RecordedEpisode) -> Iterator[str]:
         """The token that opens the episode inside the block."""
         token = f"episode-{secrets.token_urlsafe(24)}"
         self._episodes[token] = episode

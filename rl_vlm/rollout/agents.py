@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from rl_vlm.http.agents import AgentEndpoint
 from rl_vlm.http.gate import RequestError
 from rl_vlm.models.images import TextSide
 from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError, discard_on_failure, reason_of
-from rl_vlm.rollout.episodes import SampledTurn, check_prompt, whole_turn
+from rl_vlm.rollout.episodes import SampledTurn, check_prompt, sampled_arrays, whole_turn
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
@@ -37,7 +36,6 @@ from rl_vlm.types import (
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
-    Turn,
 )
 
 _SEEN = 64  # items whose pictures are kept for swapped views
@@ -76,7 +74,7 @@ class AgentEpisode:
         self._seen = seen  # one picture of each of the last items, of all episodes here
         self._swapped: dict[str, EncodedImage] = {}
         self._sequences: list[_Sequence] = []
-        self._calls, self.calls, self.untrained, self.sampled, self.closed = count(), 0, 0, 0, False
+        self.calls, self.untrained, self.sampled, self.closed = 0, 0, 0, False
 
     async def complete(self, request: GenerationRequest) -> Completion:
         """Answer a call. Raises RequestError where a budget of the episode is spent."""
@@ -95,7 +93,7 @@ class AgentEpisode:
             raise RequestError(400, "The episode's tokens are spent: see rollout.max_new_tokens, serving.max_context.")
         asked = replace(
             request,
-            request_id=f"{self._task.group_id}:{self._number}:{next(self._calls)}",
+            request_id=f"{self._task.group_id}:{self._number}:{self.calls}",
             prompt_ids=ids,
             sampling=self._sampling(request.sampling, budget),
             min_version=self._task.min_version,
@@ -189,15 +187,12 @@ class AgentEpisode:
             why = "only called it for answers of a form" if self.calls else "never called the policy"
             raise GroupFailedError("agent_without_calls", f"The agent {why}: use the client that it is given.")
         starts = np.cumsum([0, *(len(one.expanded) for one in trained)]).tolist()
-        turns = [
-            _turn(start + first, said) for one, start in zip(trained, starts, strict=False) for first, said in one.turns
+        placed = [
+            (start + first, said) for one, start in zip(trained, starts, strict=False) for first, said in one.turns
         ]
+        turns, sampled = [said.as_turn(start) for start, said in placed], [said for _, said in placed]
         turns[-1] = replace(turns[-1], reward=reply.reward, parts=reward_parts(reply.info))
-        sampled = [said for one in trained for _, said in one.turns]
-        mask, logprobs = np.zeros(starts[-1], dtype=bool), np.zeros(starts[-1], dtype=np.float32)
-        for turn, said in zip(turns, sampled, strict=True):
-            mask[turn.start : turn.stop] = True
-            logprobs[turn.start : turn.stop] = np.minimum(said.logprobs, 0)
+        mask, logprobs = sampled_arrays(starts[-1], turns, sampled)
         shown = np.cumsum([0, *(len(one.images) for one in trained)]).tolist()
         edges = zip(starts, starts[1:], shown, shown[1:], strict=False)
         segments = [TokenSegment(start, stop, tuple(range(*images))) for start, stop, *images in edges]
@@ -215,17 +210,6 @@ class AgentEpisode:
             replica_ids=tuple(said.replica_id for said in sampled),
             segments=tuple(segments) if len(segments) > 1 else (),
         ).check()
-
-
-def _turn(start: int, said: SampledTurn) -> Turn:
-    return Turn(
-        start,
-        start + len(said.token_ids),
-        min(version for _, version in said.pieces),
-        said.stop_reason,
-        pieces=said.pieces if len(said.pieces) > 1 else (),
-        well_formed=said.stop_reason is not StopReason.LENGTH,
-    )
 
 
 async def run_agents(

@@ -104,6 +104,18 @@ class SampledTurn(Sample):
 
     replica_id: str = ""
 
+    def as_turn(self, start: int, state_id: str = "") -> Turn:
+        """The turn of a trajectory whose first token has the place `start`."""
+        return Turn(
+            start,
+            start + len(self.token_ids),
+            min(version for _, version in self.pieces),
+            self.stop_reason,
+            state_id=state_id,
+            pieces=self.pieces if len(self.pieces) > 1 else (),
+            well_formed=self.stop_reason is not StopReason.LENGTH,
+        )
+
 
 async def request_turns(
     policy: Client, request: GenerationRequest, expected: np.ndarray, name: str, piece: int | None
@@ -230,6 +242,7 @@ class _Episode(Conversation):
     start: int = 0  # of the present segment
     length: int = 0
     state_id: str = ""  # of what was shown last
+    reply: str = ""  # what the policy said last
 
     def append(self, span: EncodedSpan, expanded: np.ndarray) -> None:
         self.ids.append(span.token_ids)
@@ -243,20 +256,9 @@ class _Episode(Conversation):
         self.ids, self.expanded, self.shown, self.start = [], [], [], self.length
 
     def add_sampled(self, sampled: SampledTurn) -> None:
-        start = self.length
-        self.append(EncodedSpan(sampled.token_ids, ()), sampled.token_ids)
+        self.turns.append(sampled.as_turn(self.length, self.state_id))
         self.sampled.append(sampled)
-        self.turns.append(
-            Turn(
-                start,
-                self.length,
-                min(version for _, version in sampled.pieces),
-                sampled.stop_reason,
-                state_id=self.state_id,
-                pieces=sampled.pieces if len(sampled.pieces) > 1 else (),
-                well_formed=sampled.stop_reason is not StopReason.LENGTH,
-            )
-        )
+        self.append(EncodedSpan(sampled.token_ids, ()), sampled.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,8 +410,7 @@ class _GroupPlayer:
 
     def _rewritten_prompt(self, episode: _Episode, observation: Observation) -> EncodedSpan | None:
         """The next prompt where it does not go on from the last one. Replies in it are the tokens that were sampled."""
-        reply = self.text.codec.decode(episode.sampled[-1].token_ids)
-        blocks = episode.shows.rewritten(reply, observation)
+        blocks = episode.shows.rewritten(episode.reply, observation)
         if blocks is None:
             return None
         spans = [self.text.codec.encode_prompt(blocks[0])]
@@ -427,7 +428,7 @@ class _GroupPlayer:
         """Give sampled turns to their environments; None where the episode ended."""
         acting: list[tuple[_Episode, str]] = []
         for episode, sampled in zip(episodes, turns, strict=True):
-            action = self.text.codec.decode(sampled.token_ids)
+            action = episode.reply = self.text.codec.decode(sampled.token_ids)
             episode.add_sampled(sampled)
             if self.task.record:
                 episode.messages.append(Message.of("assistant", action))
@@ -464,13 +465,18 @@ def state_id(observation: Observation) -> str:
     return found.hexdigest()[:16]
 
 
-def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
-    loss_mask = np.zeros(episode.length, dtype=bool)
-    logprobs = np.zeros(episode.length, dtype=np.float32)
-    # A conversation ends with the policy's last turn: nothing is appended after it.
-    for turn, sampled in zip(episode.turns, episode.sampled, strict=True):
+def sampled_arrays(length: int, turns: Sequence[Turn], sampled: Sequence[SampledTurn]) -> tuple[np.ndarray, np.ndarray]:
+    """The loss mask bool [T] and the log-probabilities float32 [T] of a trajectory of `length` tokens."""
+    loss_mask, logprobs = np.zeros(length, dtype=bool), np.zeros(length, dtype=np.float32)
+    for turn, said in zip(turns, sampled, strict=True):
         loss_mask[turn.start : turn.stop] = True
-        logprobs[turn.start : turn.stop] = np.minimum(sampled.logprobs, 0)  # rounding in log_softmax can give +1e-8
+        logprobs[turn.start : turn.stop] = np.minimum(said.logprobs, 0)  # rounding in log_softmax can give +1e-8
+    return loss_mask, logprobs
+
+
+def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
+    # A conversation ends with the policy's last turn: nothing is appended after it.
+    loss_mask, logprobs = sampled_arrays(episode.length, episode.turns, episode.sampled)
     images = [*episode.images]
     segments: list[TokenSegment] = []
     if episode.segments:

@@ -123,7 +123,10 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide, answers: bool
                         f"{split}_prompt_tokens": length,
                         f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
                     }
-        _reward_made_answers(config, name, env, text, answers)
+        if is_agent(env_id):  # which nothing but the policy can answer
+            _check_agent(config, env_id)
+        else:
+            _reward_made_answers(config, name, env, text, answers)
     _warn_of_answers(config, text, tightest, truths)
     return summary
 
@@ -153,15 +156,16 @@ def _chosen(env: VisionEnv, split: Split, size: int | None) -> list[int]:
     return list(dict.fromkeys((0, last // 2, last, *([longest(split)] if callable(longest) else ()))))
 
 
+def _check_agent(config: PolicyConfig, env_id: str) -> None:
+    if config.deterministic or config.env.isolation == "process":
+        key = "deterministic" if config.deterministic else "env.isolation: process"
+        raise UserInputError(f"{env_id} is an agent, which needs threads of its env runner: remove {key}.")
+
+
 def _reward_made_answers(config: PolicyConfig, name: str, env: VisionEnv, text: TextSide, answers: bool) -> None:
     """Answer the first training item to its end, and have the reward functions reward that; without
     `answers`, only compare what they take. Raises UserInputError."""
     part = config.env.parts[name]
-    if is_agent(part.id):
-        if config.deterministic or config.env.isolation == "process":
-            key = "deterministic" if config.deterministic else "env.isolation: process"
-            raise UserInputError(f"{part.id} is an agent, which needs threads of its env runner: remove {key}.")
-        return
     observation, info = env.reset(seed=0, options={"index": 0, "split": "train"})
     try_functions(part.reward, info)
     if not answers:
