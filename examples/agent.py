@@ -1,7 +1,7 @@
 """An agent that plays the quickstart's task.
 
-Run `rl-vlm train quickstart env.id=examples/agent.py env.kwargs='{num_test: 512}'`. It asks the policy as any program
-asks an OpenAI server, and returns the episode's reward (docs/agents.md).
+Run `rl-vlm train quickstart env.id=examples/agent.py env.kwargs='{num_train: 4096, num_test: 512}'`. It asks the policy
+as any program asks an OpenAI server, and returns the episode's reward (docs/agents.md).
 """
 
 import base64
