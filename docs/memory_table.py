@@ -73,6 +73,8 @@ def table() -> str:
     """Recipes with equal rows are named together."""
     recipes: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for path in sorted((ROOT / "configs").glob("*_qwen3vl_*.yaml")):
+        if getattr(load_config(path), "teacher", None) is not None:
+            continue  # who takes a card of its own
         rows = tuple(tuple(cells) for card in CARDS if (cells := row(path, card)))
         recipes.setdefault(rows, []).append(path.stem.replace("_qwen3vl", ""))
     lines = [HEAD, ["---"] * len(HEAD)]

@@ -92,6 +92,10 @@ class ChatCodec:
         """Token ids from here on are padding of the embedding matrix and mean nothing."""
         return len(self._tokenizer)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()  # type: ignore[no-any-return]
+
     def tokenizer_json(self) -> str:
         """The tokenizer with its special tokens, as the library tokenizers writes it."""
         return self._tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined,no-any-return]

@@ -356,6 +356,23 @@ class TokenSegment:
     images: tuple[int, ...]  # of `Trajectory.images`, in the order of their placeholders
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What a teacher says of S sampled tokens: `logprobs` float32 [S] of the tokens themselves, and its K most likely
+    ones, `ids` int32 [S, K] and `top` float32 [S, K] (-inf where it has fewer). K may be 0."""
+
+    logprobs: np.ndarray
+    ids: np.ndarray
+    top: np.ndarray
+
+    def __getitem__(self, tokens: slice) -> TeacherScores:
+        return TeacherScores(self.logprobs[tokens], self.ids[tokens], self.top[tokens])
+
+    @classmethod
+    def joined(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
+        return cls(*map(np.concatenate, zip(*((one.logprobs, one.ids, one.top) for one in parts), strict=True)))
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode as the learner sees it: token_ids int32 [T], loss_mask bool [T] (True where the policy sampled),
@@ -379,6 +396,7 @@ class Trajectory:
     replica_ids: tuple[str, ...] = ()
     segments: tuple[TokenSegment, ...] = ()  # empty where all tokens are one sequence
     sampled_before: int = 0  # of one of an episode's `parts`: tokens that the parts before it sampled
+    teacher: TeacherScores | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -451,6 +469,8 @@ class Trajectory:
                 segments=(),
                 sampled_before=sampled,
             )
+            if self.teacher is not None:
+                part.teacher = self.teacher[sampled : sampled + part.num_sampled]
             parts.append(part)
             sampled += part.num_sampled
         return parts

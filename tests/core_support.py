@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from rl_vlm.types import (
     Message,
     SamplingParams,
     StopReason,
+    TokenSegment,
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
@@ -133,6 +135,33 @@ def conversation(
     logprobs = np.where(mask, -rng.uniform(0.1, 6.0, len(mask)), 0.0).astype(np.float32)
     token_ids = np.concatenate(pieces)
     return Trajectory(name, token_ids, mask, logprobs, tuple(turns), TrajectoryStatus.COMPLETED, tuple(images)).check()
+
+
+def segmented_episode(
+    text: TextSide, rng: np.random.Generator, shown: Sequence[EncodedImage], name: str, count: int
+) -> Trajectory:
+    """Hand-made: `count` segments of one to three turns, which show the first count + 1 pictures."""
+    parts = [
+        conversation(text, rng, [f"part {k}", shown[k]], [3 + k, *[4] * k], [[shown[k + 1], "on"]] * k, name=name)
+        for k in range(count)
+    ]
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    return Trajectory(
+        name,
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.loss_mask for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        tuple(
+            replace(turn, start=turn.start + start, stop=turn.stop + start, reward=float(rng.normal()))
+            for part, start in zip(parts, starts, strict=False)
+            for turn in part.turns
+        ),
+        parts[0].status,
+        tuple(shown[: count + 1]),
+        segments=tuple(
+            TokenSegment(starts[k], starts[k + 1], (k, *[k + 1] * k)) for k in range(count)
+        ),
+    ).check()  # fmt: skip
 
 
 def expand(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:

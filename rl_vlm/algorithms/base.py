@@ -26,7 +26,7 @@ from rl_vlm.machine import available_memory
 from rl_vlm.models.memory.placement import driver_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.rollout.actors import ActorPool
-from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
+from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig, ServedTeacher
 from rl_vlm.serving.registry import OWN
 from rl_vlm.tracing import Span
 
@@ -41,6 +41,7 @@ class RunAlgorithmConfig(AlgorithmConfig):
     runner_class: type[RunEnvRunner]
     run_id, policy_key = "", OWN  # of the served policy, if there is one
     served_model: ModelReference | None = None  # RLlib has a field `model`
+    teacher: ServedTeacher | None = None
 
     def __init__(self, algo_class: type[Algorithm] | None = None, run_config: TrainConfig | None = None) -> None:
         super().__init__(algo_class=algo_class)  # without arguments: RLlib fills it from the state of another
@@ -228,7 +229,7 @@ class RunAlgorithm(Algorithm):
     def _start_runners(self) -> None:
         """Start the env runners, which get ready while the learners start; Ray restarts a runner that dies."""
         config, kind = self.config, self.config.runner_class
-        settings = RunnerConfig(self.run_config, config.run_id, config.served_model, config.policy_key)
+        settings = RunnerConfig(self.run_config, config.run_id, config.served_model, config.policy_key, config.teacher)
         self.runners = ActorPool({})
         if not config.num_env_runners:
             self.local_runner = kind(config=settings, worker_index=0)

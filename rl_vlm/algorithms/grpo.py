@@ -9,13 +9,15 @@ Dr. GRPO, DAPO, RLOO and GSPO are this algorithm with other settings.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 
 
 class GRPO(PolicyAlgorithm):
     """The training loop. One `train()` is one GRPO iteration."""
 
-    name = "grpo"
+    name: ClassVar[Literal["grpo", "distill"]] = "grpo"
 
     def iterate(self) -> None:
         """Sample groups, compare each answer with its group, learn from the differences, publish the new policy."""

@@ -22,7 +22,7 @@ from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.experience import Estimate, flat
+from rl_vlm.learning.experience import Estimate, Experience, flat
 from rl_vlm.learning.learner import VLMLearner, VLMModule
 from rl_vlm.learning.optimizer import lr_factor
 from rl_vlm.learning.plan import (
@@ -84,7 +84,7 @@ class PolicyAlgorithm(RunAlgorithm):
     """
 
     run_config: PolicyConfig
-    name: ClassVar[Literal["grpo", "ppo"]]  # `algorithm.name`
+    name: ClassVar[Literal["grpo", "ppo", "distill"]]  # `algorithm.name`
 
     @classmethod
     def get_default_config(cls) -> PolicyAlgorithmConfig:
@@ -187,7 +187,7 @@ class PolicyAlgorithm(RunAlgorithm):
             experience = make_experience(
                 groups, self.run_config, self.rng, scores, kl_coef=self.kl_coef, scale=self.return_scale
             )
-            estimate = estimate_advantages(experience, self.run_config.algorithm)
+            estimate = self.advantages(experience)
         of_groups = [[estimate.advantages[t.trajectory_id] for t in group.trajectories] for group in groups]
         without = sum(not any(tokens.any() for tokens in group) for group in of_groups)
         self._recorded["reward/zero_advantage_groups"] = without / len(groups)
@@ -200,6 +200,10 @@ class PolicyAlgorithm(RunAlgorithm):
             self._recorded["value/return"] = float(np.nanmean(returns)) if np.isfinite(returns).any() else 0.0
             self._recorded["value/explained_variance"] = explained_variance(values, returns)
         return estimate
+
+    def advantages(self, experience: Experience) -> Estimate:
+        """By the configured estimator."""
+        return estimate_advantages(experience, self.run_config.algorithm)
 
     def learn(
         self,

@@ -21,3 +21,4 @@ from rl_vlm.config.rollout import HistorySection, RolloutSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import AutoscalingSection, HTTPSection, ModelSection, ServingSection, TrainedModelSection
 from rl_vlm.config.sft import SFTConfig
+from rl_vlm.config.teacher import TeacherModelSection

@@ -160,7 +160,7 @@ _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
-    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe."""
+    """GRPO, PPO and distillation. Defaults are the published multi-turn geo3k recipe."""
 
     place: ClassVar[str] = "algorithm."
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
@@ -176,7 +176,8 @@ class AlgorithmSection(Section):
         OnlyWith(("kl_estimator",), "kl_in", ("loss",)),
     )
 
-    name: Literal["grpo", "ppo"] = "grpo"  # grpo or ppo; preference_sac is set by `preference`.
+    # grpo, ppo, or distill, which learns from `teacher`; preference_sac is set by `preference`.
+    name: Literal["grpo", "ppo", "distill"] = "grpo"
     iterations: Count = 100  # Rounds of sampling and learning.
     # Sets loss, aggregation, estimator and their published constants together; see PRESETS.
     preset: str | None = None
@@ -222,11 +223,6 @@ class AlgorithmSection(Section):
     # prompts_per_iteration of them are replaced by further groups in each iteration. 0: off.
     max_refill: NonNegative = 0.0
     shuffle_rewards: bool = False  # A control that must fail: rewards are permuted over the batch.
-
-    @property
-    def learns_without_advantage(self) -> bool:
-        """Whether a KL penalty or an entropy bonus gives samples with zero advantage a gradient."""
-        return bool(self.kl_loss_coef or self.entropy_coef)
 
     @property
     def kl_loss_coef(self) -> float:
@@ -278,7 +274,7 @@ class AlgorithmSection(Section):
         yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
-        if self.estimator == "gae" and self.name == "grpo":
+        if self.estimator == "gae" and self.name != "ppo":
             yield "algorithm.estimator gae needs a critic: set algorithm.name to ppo"
         if self.estimator in WITHOUT_CRITIC and self.name == "ppo":
             yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"

@@ -28,6 +28,7 @@ _NO_YAML = {".toml": "TOML, which other systems read"} | dict.fromkeys((".jsonl"
 _CLASSES: dict[str, type[PolicyConfig] | type[PreferenceConfig]] = {
     "grpo": PolicyConfig,
     "ppo": PolicyConfig,
+    "distill": PolicyConfig,
     "preference_sac": PreferenceConfig,
 }
 

@@ -1,4 +1,4 @@
-"""The configuration of a run that trains the served policy, with GRPO or PPO."""
+"""The configuration of a run that trains the served policy: with GRPO, PPO or distillation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from rl_vlm.config.common import CommonConfig
+from rl_vlm.config.common import ActorGroup, CommonConfig
 from rl_vlm.config.env import CurriculumSection, EnvSection, JudgeSection
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
 from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.rollout import EvaluationSection, RolloutSection, SightSection
 from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
+from rl_vlm.config.teacher import TeacherModelSection
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")
+_HINT_TOKENS = 256  # that a teacher has room for beside serving.max_context
 _COMPARE_BEYOND_GROUP = ("gae", "gigpo", "reinforce_pp")  # with more than the rewards of the group
 # `reward/<name>` and `accuracy/<name>` have other meanings for these.
 _TAKEN_NAMES = ("mean", "std", "part", "zero_advantage_groups")
@@ -30,6 +32,7 @@ class PolicyConfig(CommonConfig):
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     critic: CriticSection | None = Field(None, validate_default=True)  # Of PPO alone; GRPO has none.
+    teacher: TeacherModelSection | None = None  # Of distill alone.
     evaluation: EvaluationSection = EvaluationSection()
     sight: SightSection = SightSection()
     logging: LoggingSection = LoggingSection()
@@ -41,12 +44,13 @@ class PolicyConfig(CommonConfig):
         if algorithm is not None and algorithm.name == "ppo":
             return critic or CriticSection()
         if algorithm is not None and critic is not None:
-            raise ValueError("grpo has no critic: remove it, or set algorithm.name to ppo")
+            raise ValueError(f"{algorithm.name} has no critic: remove it, or set algorithm.name to ppo")
         return critic
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self._sampling_problems()
+        yield from self._teacher_problems()
         if self.trains_full:
             yield from self._full_problems()
         yield from self._task_problems()
@@ -74,7 +78,7 @@ class PolicyConfig(CommonConfig):
                 f"algorithm.minibatches ({settings.minibatches}) exceeds rollout.prompts_per_iteration "
                 f"({rollout.prompts_per_iteration}): a minibatch needs at least one group"
             )
-        if rollout.group_size == 1 and settings.estimator in _COMPARE_IN_GROUP:
+        if rollout.group_size == 1 and settings.estimator in _COMPARE_IN_GROUP and self.learns_from_rewards:
             yield (
                 f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has no other to "
                 "be compared with; use a larger group, algorithm.estimator=reinforce_pp, or algorithm.name=ppo"
@@ -112,6 +116,59 @@ class PolicyConfig(CommonConfig):
             )
         if self.evaluation.weights == "ema" and (learner.ema_decay is None or rollout.max_policy_lag):
             yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
+
+    def _teacher_problems(self) -> Iterator[str]:
+        distills, rollout = self.algorithm.name == "distill", self.rollout
+        if distills != (self.teacher is not None):
+            yield "teacher and algorithm.name distill belong together: set both, or leave out both"
+        if distills and (rollout.temperature != 1 or rollout.format):
+            yield (
+                "algorithm.name distill compares the models' own distributions: set rollout.temperature to 1 and leave "
+                "out rollout.format"
+            )
+        if distills and self.trains_full and self.teacher is not None and self.teacher.path is None:
+            yield "teacher.path null would be a second copy of what model.train full changes: name the model"
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards make advantages; a teacher may be all that a policy learns from."""
+        return self.teacher is None or self.teacher.reward_weight > 0
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether a KL penalty, an entropy bonus or a teacher gives samples with zero advantage a gradient."""
+        has_divergence = self.teacher is not None and self.teacher.divergence != "reverse"
+        return has_divergence or bool(self.algorithm.kl_loss_coef or self.algorithm.entropy_coef)
+
+    @property
+    def served_teacher(self) -> PolicyConfig:
+        """The configuration of the teacher's replicas."""
+        teacher, serving = self.teacher, self.serving
+        assert teacher is not None
+        model: dict[str, Any] = {"path": teacher.path or self.model.path, "adapter": teacher.adapter, "train": "lora"}
+        if teacher.max_pixels is not None:
+            model["max_pixels"] = teacher.max_pixels
+        own = {name: getattr(teacher, name) for name in ("num_replicas", "cpus_per_replica", "gpus_per_replica")}
+        own["max_context"] = teacher.max_context or serving.max_context + _HINT_TOKENS
+        own |= {"shared": None, "autoscaling": None}
+        own["vllm"] = serving.vllm.model_copy(update={"rest_while_learning": False})
+        changes = {
+            "name": f"{self.name}-teacher",
+            "model": self.model.model_copy(update=model),
+            "serving": serving.model_copy(update=own),
+            "resources": self.resources.model_copy(update={"placement": None}),
+            "algorithm": AlgorithmSection(),
+            "teacher": None,
+        }
+        return self.model_copy(update=changes)
+
+    @property
+    def actors(self) -> list[ActorGroup]:
+        replicas, *others = super().actors
+        if (teacher := self.teacher) is None:
+            return [replicas, *others]
+        kind = ActorGroup("teachers", teacher.num_replicas, teacher.cpus_per_replica, teacher.gpus_per_replica)
+        return [replicas, kind, *others]
 
     @property
     def _judges(self) -> list[JudgeSection]:

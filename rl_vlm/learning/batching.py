@@ -17,7 +17,7 @@ import numpy as np
 from rl_vlm.batches import in_batches
 from rl_vlm.learning.experience import Arrays, turn_lengths
 from rl_vlm.models.images import ImageLayout
-from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
+from rl_vlm.types import EncodedImage, StopReason, TeacherScores, Trajectory, TrajectoryStatus, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor  # the driver packs nothing and need not import torch
@@ -77,6 +77,7 @@ class MicroBatch:
     values: Tensor | None = None  # and the critic's values
     entropies: Tensor | None = None  # of the policy in the first epoch
     allowed: tuple[np.ndarray, np.ndarray] | None = None  # by rollout.format, see `allowed_tokens`
+    teacher: TeacherScores | None = None  # where its most likely tokens count
     probe: Tensor | None = None  # log-probabilities of a separate pass, which the first ratios are compared with
 
     @property
@@ -197,6 +198,7 @@ class BatchBuilder:
             sample=np.repeat(np.arange(len(group)), list(map(len, columns))),
             turn=np.concatenate([np.repeat(np.arange(len(one.turns)), turn_lengths(one)) for one in group]),
             parts=[SegmentId(one.trajectory_id, one.sampled_before) for one in group],
+            teacher=_joined([one.teacher for one in group]),
         )
 
     def _prompt_images(self, trajectory: Trajectory) -> int:
@@ -227,7 +229,14 @@ class BatchBuilder:
             sample=np.concatenate([row.sample + above for row, above in zip(rows, before, strict=False)]),
             turn=np.concatenate([row.turn for row in rows]),
             parts=[part for row in rows for part in row.parts],
+            teacher=_joined([row.teacher for row in rows]),
         )
+
+
+def _joined(scores: Sequence[TeacherScores | None]) -> TeacherScores | None:
+    """All of them, in order; None where the teacher's most likely tokens are not known."""
+    known = [one for one in scores if one is not None and one.ids.shape[1]]
+    return TeacherScores.joined(known) if known else None
 
 
 def count_images(token_ids: np.ndarray, images: Sequence[EncodedImage], layout: ImageLayout) -> int:

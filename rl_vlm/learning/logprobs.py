@@ -89,6 +89,24 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, backbone.lm_head.weight, targets, head, entropy)  # type: ignore[no-any-return]
 
 
+def alternative_logprobs(
+    backbone: Backbone, hidden: Tensor, targets: Tensor, logprobs: Tensor, others: Tensor, temperature: float
+) -> Tensor:
+    """Log-probabilities [N, K] of `others` int64 [N, K] from hidden states [N, D], where those of `targets` [N] are
+    known: the logarithm of the sum over the vocabulary follows from these. -inf where the policy never samples one.
+
+    Not for what a grammar has allowed."""
+    compared = torch.cat([targets[:, None], others], 1)
+    weight, bias = backbone.lm_head.weight, backbone.token_bias[compared]
+    if backbone.wide_head:
+        hidden, weight = hidden.float(), weight.float()
+    logits = torch.bmm(weight[compared], hidden[:, :, None])[:, :, 0].to(logprobs.dtype)
+    if backbone.softcap is not None:
+        logits = backbone.softcap * torch.tanh(logits / backbone.softcap)
+    logits = (logits + bias) / temperature
+    return logits[:, 1:] - logits[:, :1] + logprobs[:, None]
+
+
 def _capped(
     backbone: Backbone, hidden: Tensor, targets: Tensor, allowed: Allowed | None, temperature: float
 ) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,8 @@ class UpdateStats(dict[str, float]):
         metrics |= {name: self[name] / steps for name in ("policy/loss", "policy/grad_norm")}
         if "value/loss" in self:
             metrics["value/loss"] = self["value/loss"] / steps
+        if "distill/divergence" in self:
+            metrics["distill/divergence"] = self["distill/divergence"] / tokens
         if not self["tokens"]:
             metrics["mismatch/token_mult_prob_error"] = 1.0  # of factors that are 1 where engine and learner agree
         return metrics
@@ -150,11 +152,11 @@ def divide(
     """Divide groups into the steps of an epoch and these among the run's learners: `[learner][step]`.
 
     Weights are normalised over the whole step, all learners and skipped samples included, so neither the number of
-    learners nor the skipping changes the gradient. With an `estimate` samples of zero advantage are skipped, unless a
-    KL penalty or an entropy bonus gives them a gradient.
+    learners nor the skipping changes the gradient. With an `estimate` samples of zero advantage are skipped, unless
+    something else gives them a gradient.
     """
     settings, num_learners = run.algorithm, max(run.learner.num_learners, 1)
-    advantages = None if estimate is None or settings.learns_without_advantage else estimate.advantages
+    advantages = None if estimate is None or run.learns_without_advantage else estimate.advantages
     minibatches: list[list[Minibatch]] = [[] for _ in range(num_learners)]
     order = rng.permutation(len(groups))
     for members in np.array_split(order, min(settings.minibatches, max(len(groups), 1))):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from rl_vlm.config import LearnerSection, PolicyConfig
 from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.learning.batching import MicroBatch, Minibatch, gathered, make_builder, padding_batch
 from rl_vlm.learning.critic import value_loss
-from rl_vlm.learning.logprobs import Allowed, Entropy, predicting_states, token_logprobs
+from rl_vlm.learning.distillation import divergence
+from rl_vlm.learning.logprobs import Allowed, Entropy, alternative_logprobs, predicting_states, token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import Scores, TokenRecord, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
@@ -25,13 +27,22 @@ from rl_vlm.learning.strategies import CRITIC_GROUP, AllReduce, Strategy, missin
 from rl_vlm.types import RLVLMError, Trajectory
 
 
+class Found(NamedTuple):
+    """Of the N sampled tokens of a micro-batch, float32."""
+
+    logprobs: Tensor  # [N]
+    entropies: Tensor | None  # [N]
+    values: Tensor | None  # [N], of a critic that shares the policy's hidden states
+    likely: Tensor | None  # [N, K]: log-probabilities of the tokens that a teacher finds most likely
+
+
 class PolicyUpdater:
     """Computes log-probabilities and losses of one policy, as a run configuration says."""
 
     def __init__(self, policy: PolicyModel, run: PolicyConfig) -> None:
         self._backbone, self._critic, self._base_model = policy.backbone, policy.critic, policy.trained.base
         self._builder = make_builder(policy, run.learner)
-        self._settings, self._temperature = run.algorithm, run.rollout.temperature
+        self._settings, self._temperature, self._teacher = run.algorithm, run.rollout.temperature, run.teacher
         self._format = format_matcher(policy.text, run.rollout.grammar)
         self._loss = LOSSES[run.algorithm.loss]
         measured: Entropy = "value" if run.learner.log_entropy else "none"
@@ -79,12 +90,13 @@ class PolicyUpdater:
             probes = step == 0 and not self._probed
             for micro in micro_batches:
                 if step or score or probes:
-                    logprobs, _, micro.values = self.logprobs(micro)
-                    micro.old = logprobs if step or score else None
-                    micro.probe = logprobs if probes else None
+                    found = self.logprobs(micro)
+                    micro.values = found.values
+                    micro.old = found.logprobs if step or score else None
+                    micro.probe = found.logprobs if probes else None
                 if self._settings.has_reference:
                     with self._base_model():
-                        micro.reference = self.logprobs(micro)[0]
+                        micro.reference = self.logprobs(micro).logprobs
                 if score and self._critic is not None and micro.values is None:
                     micro.values = self._critic_values(micro)
 
@@ -135,13 +147,18 @@ class PolicyUpdater:
             entropies=_of_trajectories(packed, lambda micro: micro.entropies),
         )
 
-    def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities of the sampled tokens, their entropies where asked for, and the values of a critic that
-        shares the policy's hidden states: float32 [N]."""
-        hidden, target = predicting_states(self._backbone, micro), torch.from_numpy(micro.target)
-        target, allowed = target.to(self._backbone.device), self._allowed(micro)
-        found = token_logprobs(self._backbone, hidden, target, self._temperature, entropy=entropy, allowed=allowed)
-        return *found, self._critic.values(hidden) if self._critic and self._critic.shares_policy else None
+    def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> Found:
+        """What a forward pass finds of the sampled tokens; entropies where they are asked for."""
+        backbone, temperature, device = self._backbone, self._temperature, self._backbone.device
+        hidden, target = predicting_states(backbone, micro), torch.from_numpy(micro.target).to(device)
+        allowed = self._allowed(micro)
+        found = token_logprobs(backbone, hidden, target, temperature, entropy=entropy, allowed=allowed)
+        values = self._critic.values(hidden) if self._critic and self._critic.shares_policy else None
+        likely = None
+        if micro.teacher is not None and torch.is_grad_enabled():
+            ids = torch.from_numpy(micro.teacher.ids).long().to(device)
+            likely = alternative_logprobs(backbone, hidden, target, found[0], ids, temperature)
+        return Found(*found, values, likely)
 
     def _allowed(self, micro: MicroBatch) -> Allowed | None:
         """What `rollout.format` allowed at each token; found once, while a GPU computes the hidden states."""
@@ -168,14 +185,14 @@ class PolicyUpdater:
             for micro in self._builder.build([[trajectory] for trajectory in trajectories]):
                 if change is not None:
                     micro.position_ids = change(micro)
-                found.append((micro, self.logprobs(micro)[0].cpu().numpy()))
+                found.append((micro, self.logprobs(micro).logprobs.cpu().numpy()))
         logprobs = gathered(found)
         return [logprobs[trajectory.trajectory_id] for trajectory in trajectories]
 
     def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
         """The weighted loss of a micro-batch, with that of a critic on the policy's hidden states; adds to `stats`."""
         settings = self._settings
-        new, entropy, values = self.logprobs(micro, self._entropy)
+        new, entropy, values, likely = self.logprobs(micro, self._entropy)
         if micro.old is None:
             micro.old = new.detach()  # further epochs compare with the same old policy
         if micro.entropies is None and entropy is not None:
@@ -205,6 +222,12 @@ class PolicyUpdater:
         if settings.entropy_coef:
             assert entropy is not None
             token_loss = token_loss - settings.entropy_coef * entropy
+        distance = torch.zeros_like(new)
+        if likely is not None:
+            assert self._teacher is not None and self._teacher.divergence != "reverse" and micro.teacher is not None
+            teacher = torch.from_numpy(micro.teacher.top).to(self._backbone.device)
+            distance = divergence(likely, teacher, self._teacher.divergence)
+            token_loss = token_loss + self._teacher.weight * distance
         loss = (token_loss * weight).sum()
         with torch.no_grad():
             change, gap = new - old, old - behaviour
@@ -220,6 +243,8 @@ class PolicyUpdater:
                 "mismatch/token_mult_prob_error": gap.abs().exp().sum(),
                 "mismatch/masked": masked.float().sum(),
             }
+            if likely is not None:
+                sums["distill/divergence"] = distance.sum()
             # One transfer for all: on a GPU each float() would wait for the device.
             stats.add(dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)))
             stats.add({"tokens": float(len(new))})

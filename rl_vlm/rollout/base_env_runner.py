@@ -18,6 +18,15 @@ from rl_vlm.serving.registry import OWN, PolicyKey
 
 
 @dataclass(frozen=True, slots=True)
+class ServedTeacher:
+    """The service of a teacher (`teacher`), its model, and the version that answers; -1: the model itself."""
+
+    run_id: str
+    model: ModelReference
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """What an env runner is made from; id, key and model are those of the served policy, if there is one."""
 
@@ -25,6 +34,7 @@ class RunnerConfig:
     run_id: str
     model: ModelReference | None
     policy_key: PolicyKey = OWN
+    teacher: ServedTeacher | None = None
 
 
 class RunEnvRunner:

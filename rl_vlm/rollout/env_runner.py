@@ -19,9 +19,10 @@ from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.rollout.agents import run_agents
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
-from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
+from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group, viewed_opening
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.rollout.teacher import Teacher
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.registry import OWN, PolicyKey
 from rl_vlm.serving.router import homes
@@ -36,7 +37,7 @@ class RolloutWorker:
     """Samples groups of one run: keeps environments, the chat codec and the client between calls. No RLlib here.
 
     `place` numbers the `num_workers` workers of the run. `key` opens the run's policy in the application of `run_id`.
-    `client` answers in the place of a `PolicyClient`.
+    `client` answers in the place of a `PolicyClient`. A `teacher` scores what is sampled to be learned from.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class RolloutWorker:
         num_workers: int = 1,
         key: PolicyKey = OWN,
         client: Any = None,
+        teacher: Teacher | None = None,
     ) -> None:
-        self._run, self._run_id, self._key = run, run_id, key
+        self._run, self._run_id, self._key, self._teacher = run, run_id, key, teacher
         self._place, self._num_workers = place, num_workers
         self._text = load_text_side(model, run.model.pixels)
         self._client: Any = client  # PolicyClient, made when it is first needed
@@ -117,10 +119,13 @@ class RolloutWorker:
                         group = await run_agents(task, self._agents(), *how)
                     else:
                         group = await run_group(task, *how, opened)
-                    if task.env not in self._rewards:
-                        return group
-                    with span("reward"):
-                        return await score_group(group, self._rewards[task.env], client, self._text)
+                    if task.env in self._rewards:
+                        with span("reward"):
+                            group = await score_group(group, self._rewards[task.env], client, self._text)
+                    if self._teacher is not None and not task.variant:  # of training
+                        with span("teach"):
+                            group = await self._taught(group, task)
+                    return group
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 why = str(error)
@@ -129,6 +134,14 @@ class RolloutWorker:
                 why = describe_error(error)
             opened = None
         return why
+
+    async def _taught(self, group: TrajectoryGroup, task: RolloutTask) -> TrajectoryGroup:
+        assert self._teacher is not None
+        if self._teacher.settings.view != "swapped":
+            return await self._teacher.score(group)
+        other = replace(task, view="swapped", other_index=abs(task.index - 1))  # every environment has items 0 and 1
+        images = group.trajectories[0].images
+        return await self._teacher.score(group, await viewed_opening(images, other, self.pools.of(task)))
 
     def _agents(self) -> AgentEndpoint:
         if self._endpoint is None:
@@ -177,11 +190,21 @@ class VLMEnvRunner(RunEnvRunner):
         quiet_libraries()
         run: PolicyConfig = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
-        run_id, model = self.config.run_id, self.config.model
+        run_id, model, key = self.config.run_id, self.config.model, self.config.policy_key
         assert model is not None  # `PolicyAlgorithmConfig.serve_from` has set it
-        self._worker = RolloutWorker(run, run_id, model.on_this_node(), self.place, num_workers, self.config.policy_key)
+        folder = model.on_this_node()
+        teacher = self._find_teacher(run, folder, num_workers) if self.config.teacher is not None else None
+        self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers, key, teacher=teacher)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
+
+    def _find_teacher(self, run: PolicyConfig, policy: Path, num_workers: int) -> Teacher:
+        there, served = self.config.teacher, run.served_teacher
+        assert there is not None and run.teacher is not None
+        places = homes(OWN, self.place, num_workers, served.serving)
+        client = PolicyClient(there.run_id, deadline_s=served.serving.request_timeout_s, homes=places)
+        text = load_text_side(there.model.on_this_node(), served.model.pixels)
+        return Teacher(run.teacher, client, there.version, text, load_text_side(policy, run.model.pixels))
 
     @staticmethod
     def concurrent_calls(run: Any) -> int:

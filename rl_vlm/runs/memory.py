@@ -61,7 +61,8 @@ def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path |
     shape = shape_of(config.model.path) if folder is None else read_shape(folder)
     here = gpu_sizes() if config.needed_gpus and not gpu_gib else []
     card = gpu_gib or min(here, default=config.model.least_gpu_gib)
-    return plan_memory(config, shape, None if card is None else gib(card))
+    teacher = config.served_teacher.model.path if isinstance(config, PolicyConfig) and config.teacher else None
+    return plan_memory(config, shape, None if card is None else gib(card), shape_of(teacher) if teacher else None)
 
 
 def object_store_mib(config: CommonConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from rl_vlm.config import CommonConfig
+from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.engines.memory import KV, replica_parts, sample_bytes, samples_at_once, vllm_kv
 from rl_vlm.learning.memory import OF_UPDATES, learner_parts
 from rl_vlm.models.memory.parts import CONTEXT, Part, published_bytes, total_of
@@ -49,9 +49,14 @@ class MemoryPlan:
     samples: int  # of mean length, that all replicas run at once
 
 
-def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
+def plan_memory(
+    config: CommonConfig, shape: ModelShape, card: int | None, teacher: ModelShape | None = None
+) -> MemoryPlan:
     """The plan for GPUs of `card` bytes each."""
     parts = {"replica": replica_parts(config, shape, card), "learner": learner_parts(config, shape, card)}
+    if teacher is not None:
+        assert isinstance(config, PolicyConfig)
+        parts["teacher"] = replica_parts(config.served_teacher, teacher, card)
     placed = place(config)
     starved = _starved(config, shape, card) if placed else ""
     if not placed:  # no process has a CUDA context, and the size of a GPU means nothing
@@ -60,7 +65,7 @@ def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> Me
     keys = total_of(part for part in parts["replica"] if part.name == KV)
     samples = config.serving.num_replicas * samples_at_once(config, shape, keys) if config.serves else 0
     cards: list[Card] = []
-    for kinds, same in itertools.groupby(placed or [["replica", "learner"] if config.serves else ["learner"]]):
+    for kinds, same in itertools.groupby(placed or [[kind for kind in parts if config.serves or kind == "learner"]]):
         processes = [Process(kind, total_of(parts[kind]), parts[kind]) for kind in kinds]
         used = sum(process.bytes for process in processes)
         turns = bool(placed) and config.takes_turns and set(kinds) == {"replica", "learner"}

@@ -28,10 +28,11 @@ class PolicyRun(RayRun):
 
     @staticmethod
     def algorithm_class(config: PolicyConfig) -> type[RunAlgorithm]:
+        from rl_vlm.algorithms.distill import Distill
         from rl_vlm.algorithms.grpo import GRPO
         from rl_vlm.algorithms.ppo import PPO
 
-        return PPO if config.algorithm.name == "ppo" else GRPO
+        return {"grpo": GRPO, "ppo": PPO, "distill": Distill}[config.algorithm.name]
 
     def _train(self) -> None:
         for _ in self.iterations():

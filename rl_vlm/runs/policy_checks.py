@@ -19,8 +19,8 @@ from rl_vlm.envs.isolation import check_plain
 from rl_vlm.envs.registry import is_agent, make_part, portable_id, train_size
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.images import TextSide
-from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.trained import check_initial_adapter
+from rl_vlm.models.loading import check_weights, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.trained import check_initial_adapter, check_trained, find_trained
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.rollout.scoring import try_functions, try_parts, try_rewards
 from rl_vlm.runs.memory import memory_needs
@@ -68,7 +68,28 @@ def inspect_policy_run(config: PolicyConfig, answers: bool = True) -> dict[str, 
         for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
             _open_changed(config, name, where, "train", arguments, sizes[name])
         summary["stages"] = ", ".join(config.curriculum.names)
-    return summary | memory_needs(config, folder)
+    return summary | _check_teacher(config, text) | memory_needs(config, folder)
+
+
+def _check_teacher(config: PolicyConfig, text: TextSide) -> dict[str, Any]:
+    """The teacher's model, to be printed. Raises UserInputError unless it reads what the policy writes."""
+    if config.teacher is None:
+        return {}
+    model = config.served_teacher.model
+    folder, adapter = check_weights(model.path), find_trained(model.adapter)
+    if adapter is not None:
+        check_trained(adapter, model.path)
+    other = load_text_side(folder, model.pixels).codec
+    for what, own, theirs in (
+        ("words", text.codec.vocabulary, other.vocabulary),
+        ("end of a turn", text.codec.end_of_turn_id, other.end_of_turn_id),
+    ):
+        if own != theirs:
+            raise UserInputError(
+                f"teacher.path {model.path} has another tokenizer than {config.model.path} (its {what} differ): a "
+                "teacher scores the policy's own tokens, so take a model of the same family."
+            )
+    return {"teacher": " + ".join(str(part) for part in (folder, adapter) if part is not None)}
 
 
 @contextmanager

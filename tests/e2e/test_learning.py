@@ -133,6 +133,38 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_teacher_teaches_without_rewards(quickstart_run: Path, tmp_path: Path) -> None:
+    """640 answers are enough, where the quickstart needs thousands."""
+    evaluations = distilled(quickstart_run, tmp_path, "algorithm.iterations=20", "algorithm.shuffle_rewards=true")
+    assert all(learned_to_count(evaluations[0], evaluations[-1], 0.8))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("divergence", ["forward", "jsd", "reverse"])
+def test_every_divergence_teaches(divergence: str, seed: int, quickstart_run: Path, tmp_path: Path) -> None:
+    more = ("algorithm.iterations=120",) if divergence == "reverse" else ()
+    changes = (f"teacher.divergence={divergence}", f"seed={seed}", *more)
+    evaluations = distilled(quickstart_run, tmp_path, *changes)
+    assert all(learned_to_count(evaluations[0], evaluations[-1], 0.95))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("view", ["blank", "swapped"])
+def test_a_teacher_that_does_not_see_teaches_nothing(view: str, quickstart_run: Path, tmp_path: Path) -> None:
+    evaluations = distilled(quickstart_run, tmp_path, f"teacher.view={view}")
+    assert all(stays_at_chance(evaluations[0], evaluations[-1]))
+
+
+def distilled(teacher: Path, folder: Path, *changes: str) -> list[Figures]:
+    evaluations, _ = trained("distill_tiny", folder, f"teacher.adapter={teacher}", *changes, timeout=2300)
+    return evaluations
+
+
 @pytest.mark.acceptance
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", WAYS)

@@ -66,7 +66,7 @@ def test_learner_and_engine_compute_what_a_dense_softmax_over_the_allowed_tokens
     rng, ours, theirs = np.random.default_rng(0), torch.zeros(()), torch.zeros(())
     by_id = {one.trajectory_id: one for one in ones}
     for micro in packed:
-        logprobs, entropies, _ = loop.updater.logprobs(micro, "gradient")
+        logprobs, entropies, *_ = loop.updater.logprobs(micro, "gradient")
         assert entropies is not None and np.abs(logprobs.detach().numpy() - micro.behaviour).max() < 1e-4
         expected = [
             torch.cat(both) for both in zip(*(dense(loop, by_id[name]) for name, _ in micro.parts), strict=True)

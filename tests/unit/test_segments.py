@@ -14,11 +14,11 @@ import torch
 from core_support import (
     adapted_policy,
     builder_of,
-    conversation,
     gradient_vector,
     picture,
     reference_logprobs,
     run_config,
+    segmented_episode,
     text_side,
 )
 from pydantic import ValidationError
@@ -39,7 +39,6 @@ from rl_vlm.testing import EngineClient, ScriptedEngine
 from rl_vlm.types import (
     Message,
     Observation,
-    TokenSegment,
     Trajectory,
     TrajectoryError,
     TrajectoryGroup,
@@ -207,31 +206,6 @@ def test_broken_segments_are_found(text: TextSide) -> None:
 # --- the learner
 
 
-def episode(text: TextSide, rng: np.random.Generator, name: str, count: int) -> Trajectory:
-    """Hand-made: `count` segments of one to three turns, whose pictures overlap."""
-    parts = [
-        conversation(text, rng, [f"part {k}", PICTURES[k]], [3 + k, *[4] * k], [[PICTURES[k + 1], "on"]] * k, name=name)
-        for k in range(count)
-    ]
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
-    return Trajectory(
-        name,
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.loss_mask for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        tuple(
-            replace(turn, start=turn.start + start, stop=turn.stop + start, reward=float(rng.normal()))
-            for part, start in zip(parts, starts, strict=False)
-            for turn in part.turns
-        ),
-        parts[0].status,
-        tuple(PICTURES[: count + 1]),
-        segments=tuple(
-            TokenSegment(starts[k], starts[k + 1], (k, *[k + 1] * k)) for k in range(count)
-        ),
-    ).check()  # fmt: skip
-
-
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_advantages_weights_and_gradients_equal_a_plain_loop(
@@ -239,7 +213,7 @@ def test_advantages_weights_and_gradients_equal_a_plain_loop(
 ) -> None:
     """Of a group of episodes of three, three, two and one segments, the longest of which begin alike."""
     rng = np.random.default_rng(0)
-    members = [episode(text, rng, f"t{k}", count) for k, count in enumerate((3, 3, 2, 1))]
+    members = [segmented_episode(text, rng, PICTURES, f"t{k}", count) for k, count in enumerate((3, 3, 2, 1))]
     group = TrajectoryGroup("g", 0, members)
     policy = adapted_policy(tiny_folder, learner__micro_batch_tokens=300, learner__share_prompts=share_prompts)
     run = run_config(
@@ -284,7 +258,7 @@ def test_advantages_weights_and_gradients_equal_a_plain_loop(
 
 def test_tokens_go_to_micro_batches_and_back(text: TextSide) -> None:
     rng = np.random.default_rng(1)
-    members = [episode(text, rng, f"t{k}", count) for k, count in enumerate((3, 1, 2))]
+    members = [segmented_episode(text, rng, PICTURES, f"t{k}", count) for k, count in enumerate((3, 1, 2))]
     values = {one.trajectory_id: rng.normal(size=one.num_sampled) for one in members}
     micros = builder_of(text, 120).build([members])
     back = gathered((micro, micro.join(values)) for micro in micros)

@@ -14,7 +14,7 @@ def place(config: CommonConfig) -> list[list[str]]:
     placed: list[list[str]] = []
     for actors in config.actors:
         kind = actors.kind.split()[0].removesuffix("s")
-        for _ in range(actors.count if actors.gpus and kind in ("replica", "learner") else 0):
+        for _ in range(actors.count if actors.gpus and kind in ("replica", "teacher", "learner") else 0):
             fitting = [number for number, room in enumerate(free) if room >= actors.gpus - 1e-9]
             if fitting:
                 chosen = min(fitting, key=free.__getitem__)  # Ray fills the GPU that is left with least
