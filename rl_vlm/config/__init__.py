@@ -1,7 +1,8 @@
 """The configuration of a run: sections only, one file per concern. Nothing here imports what reads it."""
 
 from rl_vlm.config.common import CommonConfig
-from rl_vlm.config.env import CurriculumSection, EnvPart, EnvSection, JudgeSection, RewardFunction, RewardSection
+from rl_vlm.config.env import CurriculumSection, EnvPart, EnvSection, RewardFunction, RewardSection
+from rl_vlm.config.judges import JudgeSection, PropositionSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection, OptimizerSection
 from rl_vlm.config.loading import (

@@ -14,49 +14,10 @@ from pydantic import (
     model_validator,
 )
 
-from rl_vlm.config.labels import EndpointSection
+from rl_vlm.config.judges import GroupJudgeSection, JudgeSection, ProgressSection, RubricSection
 from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
 from rl_vlm.files import resolved
 from rl_vlm.types import Split
-
-
-class JudgeEndpoint(EndpointSection):
-    """A judge elsewhere, which is not sent the labeller's token."""
-
-    url: str = Field(pattern="^https?://")  # Such as http://host:8000/v1.
-    token_env: str = "RL_VLM_JUDGE_TOKEN"  # The environment variable that holds the token, if any.
-
-
-class JudgeSection(Section):
-    """The part `judge`: a model says which of two texts describes the images better, asked in both orders."""
-
-    # reference: the environment's `info[key]`. start: what the base model answers greedily to the same prompt.
-    against: Literal["reference", "start"] = "reference"
-    key: str = Field("reference", min_length=1)  # Where in the environment's `info` the reference is.
-    # What is asked after the images; the quoted texts take the places of {first} and {second}.
-    question: str = (
-        "Caption 1: {first}\nCaption 2: {second}\nWhich caption describes the image better? Reply with 1 or 2 alone."
-    )
-    # Reward by the mean probability of the answer's choice where the judge gives it; false: 1, 0.5 or 0.
-    probabilities: bool = True
-    # The reply is 1 or 2 by construction; reason: JSON with a reason before it. false: the judge may reason first, and
-    # its last line counts.
-    guided: bool | Literal["reason"] = True
-    max_chars: Count = 1000  # A longer answer loses unseen; a longer reference is cut off.
-    start_tokens: Count = 256  # At most so many tokens of the base model's answer (against: start).
-    answer_tokens: int = Field(16, ge=2)  # At most so many tokens of the judge's reply, beside a reason in JSON.
-    deadline_s: Positive = 60.0  # How long one question may take, retries included.
-    attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.
-    max_in_flight: Count = 256  # Questions of an env runner at once.
-    # A judge with OpenAI's interface, its token in RL_VLM_JUDGE_TOKEN; null: the base weights of the run's replicas.
-    endpoint: JudgeEndpoint | None = None
-
-    @field_validator("question")
-    @classmethod
-    def _holds_both(cls, question: str) -> str:
-        if question.count("{first}") != 1 or question.count("{second}") != 1:
-            raise ValueError("env.reward.judge.question must hold {first} and {second} once each")
-        return question
 
 
 class RewardFunction(Section):
@@ -104,6 +65,9 @@ class RewardSection(Section):
     weights: dict[str, float] = Field(default_factory=dict)
     length_budget: Natural = 0  # Sampled tokens of an episode that the part `length` does not count.
     judge: JudgeSection = JudgeSection()
+    rubric: RubricSection = RubricSection()
+    group_judge: GroupJudgeSection = GroupJudgeSection()
+    progress: ProgressSection = ProgressSection()
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from rl_vlm.config.common import ActorGroup, CommonConfig
-from rl_vlm.config.env import CurriculumSection, EnvSection, JudgeSection
+from rl_vlm.config.env import CurriculumSection, EnvSection
+from rl_vlm.config.judges import JudgeSection
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
 from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.rollout import EvaluationSection, RolloutSection, SightSection
@@ -16,6 +17,7 @@ from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
 from rl_vlm.config.teacher import TeacherModelSection
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")
+_JUDGED = {"judge", "rubric", "group_judge", "progress"}  # parts of a reward that ask a model
 _HINT_TOKENS = 256  # that a teacher has room for beside serving.max_context
 _COMPARE_BEYOND_GROUP = ("gae", "gigpo", "reinforce_pp")  # with more than the rewards of the group
 # `reward/<name>` and `accuracy/<name>` have other meanings for these.
@@ -172,7 +174,7 @@ class PolicyConfig(CommonConfig):
 
     @property
     def _judges(self) -> list[JudgeSection]:
-        return [part.reward.judge for part in self.env.parts.values() if "judge" in part.reward.all_weights]
+        return [part.reward.judge for part in self.env.parts.values() if _JUDGED & part.reward.all_weights.keys()]
 
     @property
     def takes_turns(self) -> bool:

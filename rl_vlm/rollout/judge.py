@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
 
-from rl_vlm.asking import Answer, Ask, Question, ServedEndpoint, ask_again
+from rl_vlm.asking import Answer, Question, ServedEndpoint, ask_again
 from rl_vlm.asking.http import HTTPEndpoint
 from rl_vlm.config import JudgeSection
 from rl_vlm.engines.base import BASE_MODEL
@@ -23,15 +24,42 @@ CHOICES = ("1", "2")
 _DIGIT = re.compile(r"(?<![\w.])[12](?![\w.]*\w)")
 
 
+AskOne = Callable[[Sequence[str | EncodedImage], tuple[str, ...]], Awaitable[Answer]]
+
+
+@asynccontextmanager
+async def opened_judge(answered: AnsweredGroup) -> AsyncIterator[AskOne]:
+    """A function that asks what the parts of one message say, to be answered by one of some choices, within the limits
+    of `env.reward.judge`. It raises EndpointError."""
+    settings = answered.reward_settings.judge
+    gate, elsewhere = _gate_of(settings, asyncio.get_running_loop()), settings.endpoint
+    endpoint = ServedEndpoint(answered.policy, answered.text) if elsewhere is None else _http_endpoint(elsewhere)
+    async with endpoint.open() as ask:
+
+        async def ask_one(parts: Sequence[str | EncodedImage], choices: tuple[str, ...]) -> Answer:
+            message = Message("user", tuple(parts))
+            asked = Question((message,), settings.answer_tokens, choices=choices if settings.guided else ())
+            asked = asked.with_reason() if settings.guided == "reason" else asked
+            async with gate:
+                return await ask_again(
+                    ask,
+                    lambda attempt: replace(asked, seed=attempt),
+                    attempts=settings.attempts,
+                    deadline_s=settings.deadline_s,
+                    who="judge",
+                )
+
+        yield ask_one
+
+
 async def compare(
-    ask: Ask,
+    ask: AskOne,
     settings: JudgeSection,
-    gate: asyncio.Semaphore,
     images: Sequence[EncodedImage],
     answer: str,
     reference: str,
 ) -> tuple[float, dict[str, float]]:
-    """Ask in both orders, within `gate`. Returns the answer's value, which is the mean probability of its choice where
+    """Ask in both orders. Returns the answer's value, which is the mean probability of its choice where
     the judge gives it, and notes."""
     ours, theirs = (quoted(text, settings.max_chars) for text in (answer, reference))
     if ours == theirs:
@@ -41,17 +69,7 @@ async def compare(
         texts = {"{first}": first, "{second}": second}
         # In one pass: a text that holds a placeholder is left as it is.
         question = re.sub(r"\{first\}|\{second\}", lambda match: texts[match[0]], settings.question)
-        message = Message("user", (*images, question))
-        asked = Question((message,), settings.answer_tokens, choices=CHOICES if settings.guided else ())
-        asked = asked.with_reason() if settings.guided == "reason" else asked
-        async with gate:
-            return await ask_again(
-                ask,
-                lambda attempt: replace(asked, seed=attempt),
-                attempts=settings.attempts,
-                deadline_s=settings.deadline_s,
-                who="judge",
-            )
+        return await ask((*images, question), CHOICES)
 
     replies = await all_or_none([reply(ours, theirs), reply(theirs, ours)])
     shown_first = [_preference(one.lines) for one in replies]
@@ -101,12 +119,9 @@ async def judge(answered: AnsweredGroup) -> PartResult:
     values, notes = [0.0] * len(members), [_notes(0.0) | {"judge_refused": 1.0} for _ in members]
     if asked:
         reference, cost = await _reference(answered)
-        gate = _gate_of(settings, asyncio.get_running_loop())
-        elsewhere = settings.endpoint
-        endpoint = ServedEndpoint(answered.policy, answered.text) if elsewhere is None else _http_endpoint(elsewhere)
-        async with endpoint.open() as ask:
+        async with opened_judge(answered) as ask:
             opinions = await all_or_none(
-                [compare(ask, settings, gate, members[place].images, texts[place], reference) for place in asked]
+                [compare(ask, settings, members[place].images, texts[place], reference) for place in asked]
             )
         for place, opinion in zip(asked, opinions, strict=True):
             values[place], notes[place] = opinion

@@ -16,7 +16,8 @@ from rl_vlm.config import RewardFunction, RewardSection
 from rl_vlm.envs.errors import EnvError, as_reward, describe_error
 from rl_vlm.models.images import TextSide
 from rl_vlm.rewards.functions import FUNCTIONS
-from rl_vlm.rollout import judge as judge  # registers itself
+from rl_vlm.rollout import judge as judge  # which register themselves
+from rl_vlm.rollout import judges as judges
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.reward_functions import call_function, check_function, completions_of, load_function
 from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, PartResult, RewardPart
