@@ -42,6 +42,28 @@ def train(
     _print_result(training.train(run, folder, resume=resume, overwrite=overwrite), folder)
 
 
+@commands.command(epilog="Example: rl-vlm reproduce quickstart")
+def reproduce(
+    recipe: Annotated[str, typer.Argument(help="A recipe with a claim, such as quickstart; `list` names them.")],
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; by default two that nobody has chosen.")] = "",
+    run_dir: NewRunDir = None,
+) -> None:
+    """Train a recipe on two seeds and once with a control that must fail, and say whether it does what is claimed.
+
+    Code 1: it does not. A second call goes on with what is there.
+    """
+    from rl_vlm.runs import reproduce as reproduction
+
+    if recipe == "list":
+        for name, claim in reproduction.claims().items():
+            say(f"{name}: {claim.described}")
+        return
+    folder = Path(run_dir or f"runs/reproduce/{recipe}")
+    chosen = reproduction.chosen_seeds(seeds, folder)
+    if not reproduction.reproduce(recipe, chosen, folder, say):
+        raise typer.Exit(1)
+
+
 @commands.command(epilog="Example: rl-vlm plan geo3k_qwen3vl_4b --gpu-gib 47.4")
 def plan(
     config: Config,
