@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -18,6 +18,8 @@ commands.add_typer(plot_commands, name="plot")
 Outputs = Annotated[
     list[Path] | None, typer.Option("--out", "--output", help="A .png, .svg or .pdf file; may be given several times.")
 ]
+LabelKind = Literal["pairs", "scores", "ratings", "progress"]
+_SCALES = {"scores": "number", "ratings": "rating", "progress": "success"}  # of preference.labels.scale
 Title = Annotated[str, typer.Option(help="Above the figure.")]
 
 
@@ -38,13 +40,21 @@ def label(
     no_logprobs: Annotated[
         bool, typer.Option("--no-logprobs", help="Do not ask the endpoint for log-probabilities, which some reject.")
     ] = False,
+    kind: Annotated[
+        LabelKind,
+        typer.Option(help="pairs: which of two? Of each picture scores, ratings (words), progress (is it done?)."),
+    ] = "pairs",
+    compare: Annotated[
+        str, typer.Option(metavar="KINDS", help="Label with several kinds, such as pairs,ratings, and print a table.")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
     from rl_vlm.config import EndpointSection, LabelsSection
     from rl_vlm.labelling.building import build_labeller
-    from rl_vlm.labelling.folder import label_folder
+    from rl_vlm.labelling.folder import comparison, label_folder
+    from rl_vlm.labelling.labeller import ScoredPairs
     from rl_vlm.labelling.query_log import FILE_NAME
     from rl_vlm.types import UserInputError
 
@@ -52,9 +62,13 @@ def label(
         raise UserInputError("Say who labels: give one of --endpoint and --generate.")
     if not (task or goal):
         raise UserInputError("Say what is to be achieved: --goal 'to open the drawer', or --task drawer-open.")
+    kinds = [one.strip() for one in compare.split(",") if one.strip()] or [kind]
+    if unknown := [one for one in kinds if one not in get_args(LabelKind)]:
+        raise UserInputError(f"--compare {unknown[0]}: give some of {', '.join(get_args(LabelKind))}.")
     target = out or folder / FILE_NAME
-    if target.exists() and not overwrite:
-        raise UserInputError(f"{target} exists already: add --overwrite or choose another --out.")
+    targets = {one: target.with_stem(f"{target.stem}_{one}") if compare else target for one in kinds}
+    if there := [path for path in targets.values() if path.exists() and not overwrite]:
+        raise UserInputError(f"{there[0]} exists already: add --overwrite or choose another --out.")
     section = LabelsSection(
         source="endpoint" if endpoint else "generate",
         task=task,
@@ -63,11 +77,15 @@ def label(
         steps=1 if steps == 1 else 2,
         endpoint=EndpointSection(url=endpoint or generate or "", model=endpoint_model, logprobs=not no_logprobs),
     )
-    summary = label_folder(folder, build_labeller(section), target)
-    say(json.dumps(summary, indent=2))
-    if summary["errors"] == summary["pairs"]:
-        target.unlink()  # it holds the error alone, and would stand in the way of the next try
-        raise typer.Exit(1)
+    summaries = {}
+    for one, file in targets.items():
+        labeller = build_labeller(section.model_copy(update={"scale": _SCALES.get(one, section.scale)}))
+        summaries[one] = label_folder(folder, labeller if one == "pairs" else ScoredPairs(labeller), file)
+        if summaries[one]["errors"] == summaries[one]["pairs"]:
+            file.unlink()  # it holds the error alone, and would stand in the way of the next try
+            say(json.dumps(summaries[one], indent=2))
+            raise typer.Exit(1)
+    say(comparison(summaries) if compare else json.dumps(summaries[kind], indent=2))
 
 
 @commands.command(epilog="Example: rl-vlm import-labels cached_labels/Drawer/seed_0 labels --observations 39")

@@ -45,7 +45,7 @@ def train(
 @commands.command(epilog="Example: rl-vlm reproduce quickstart")
 def reproduce(
     recipe: Annotated[str, typer.Argument(help="A recipe with a claim, such as quickstart; `list` names them.")],
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; by default two that nobody has chosen.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; by default two at random.")] = "",
     run_dir: NewRunDir = None,
 ) -> None:
     """Train a recipe on two seeds and once with a control that must fail, and say whether it does what is claimed.

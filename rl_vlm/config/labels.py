@@ -54,6 +54,10 @@ class LabelsSection(Section):
     # A label store whose sessions are replayed first; None, null and '' mean none. [cached_label_path]
     cache: str | None = None
     steps: Literal[1, 2] = 2  # 1: the label at once. 2: describe, then summarise. [vlm]
+    # How a single picture is scored (reward learn_from_score). number: the model writes a score. rating: it says one of
+    # the words RATINGS (ERL-VLM, arXiv 2506.12822). success: whether the goal is reached (TOPReward, arXiv 2602.19313).
+    # The last two are asked in one step and valued by the probabilities of the words, where these are known.
+    scale: Literal["number", "rating", "success"] = "number"
     both_orders: bool = True  # Ask in both orders; a contradiction is -1. The original asks once.
     # The answer is 0, 1 or -1 by construction, and its probabilities are kept; reason: JSON with a reason before it.
     guided: bool | Literal["reason"] = True

@@ -24,6 +24,7 @@ class RewardModelSection(Section):
     stop_accuracy: Positive = 0.97  # Ends a session early. Above 1: never.
     # With few pairs the accuracy on them is high long before the reward is right.
     min_gradient_steps: Natural = 60  # Per session, whatever the accuracy; the original: 0.
+    score_loss: Literal["squared", "absolute"] = "squared"  # Of learn_from_score; ERL-VLM's is absolute.
     label_margin: float = Field(0.0, ge=0, lt=0.5)  # m turns a hard label into (1 - m, m).
     stride: Count = 1  # See every stride-th pixel. [resize_factor]
     kernels: tuple[int, ...] = (5, 3, 3, 3)  # [conv_kernel_sizes]

@@ -8,6 +8,7 @@ opposite.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from rl_vlm.labelling.labels import LabelValue
@@ -15,6 +16,8 @@ from rl_vlm.safe_text import without_thoughts
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
+RATINGS = ("terrible", "poor", "fair", "good", "excellent")  # from 0 to 1; no two begin alike
+SUCCESS = ("False", "True")
 _BEFORE, _AFTER = r"[\s*_`'\"(\[{$]*", r"[\s*_`'\")\]}$]*\.?[\s*_`'\")\]}$]*"
 _LABEL = re.compile(rf"{_BEFORE}(-1|0|1){_AFTER}")
 _IMAGE = re.compile(r"\bimage\s*([12])\b", re.IGNORECASE)
@@ -36,6 +39,20 @@ def read_label(text: str) -> LabelValue | None:
     label = cast(LabelValue, int(labels.pop()))
     named = set(_IMAGE.findall(answer))
     return None if label != -1 and named and str(label + 1) not in named else label
+
+
+def read_word(text: str, words: Sequence[str]) -> float | None:
+    """Where the one of these words that an answer's last line holds stands between the first (0) and the last (1); None
+    where it holds none of them, or several."""
+    lines = without_thoughts(text).splitlines()
+    held = set(re.findall(r"\w+", lines[-1].lower())) if lines else set()
+    found = [place for place, word in enumerate(words) if word.lower() in held]
+    return found[0] / (len(words) - 1) if len(found) == 1 else None
+
+
+def expected_place(probabilities: Mapping[str, float], words: Sequence[str]) -> float:
+    """The mean place of the words between 0 and 1."""
+    return sum(place * probabilities[word] for place, word in enumerate(words)) / (len(words) - 1)
 
 
 def read_score(text: str) -> float | None:

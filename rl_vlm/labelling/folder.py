@@ -11,7 +11,7 @@ import csv
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,6 +93,44 @@ def label_folder(folder: str | Path, labeller: Labeller, out: Path | None = None
     return {"out": str(out), **summary(pairs, labels, labeller.stats)}
 
 
+def accuracy_by_gap(pairs: Sequence[NamedPair], labels: Sequence[Label], bands: int = 3) -> list[float | None]:
+    """The accuracy of decided labels in each band of pairs, from small to large differences of the true returns, of the
+    pairs whose returns are known and differ."""
+    known = [k for k, pair in enumerate(pairs) if np.isfinite(gap := pair.returns[1] - pair.returns[0]) and gap]
+    known.sort(key=lambda k: abs(pairs[k].returns[1] - pairs[k].returns[0]))
+    found: list[float | None] = []
+    for band in np.array_split(known, bands):
+        right = agreement([pairs[k].returns for k in band], [labels[k] for k in band])
+        decided = len(right) - right.count(None)
+        found.append(right.count(True) / decided if decided else None)
+    return found
+
+
+def comparison(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table in Markdown: a row for each kind of label, from the summaries of `label_folder`."""
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    head = ["labels", "accuracy", "by gap, small to large", "order bias", "undecided", "errors", "tokens per pair"]
+    lines = [head, ["---"] * len(head)]
+    for name, one in summaries.items():
+        decided = one["pairs"] - one["errors"]
+        tokens = one["prompt_tokens"] + one["sampled_tokens"]
+        lines.append(
+            [
+                name,
+                share(one["accuracy"]),
+                " / ".join(map(share, one["accuracy_by_gap"])),
+                f"{one['position_bias']:+.2f}",
+                share(one["labels"]["-1"] / decided if decided else None),
+                str(one["errors"]),
+                f"{tokens / max(one['pairs'], 1):.0f}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label], stats: Any = None) -> dict[str, Any]:
     """Counts, the accuracy on pairs whose true returns are known and differ, and what a labeller has counted."""
     known = agreement([named.returns for named in pairs], labels)
@@ -104,6 +142,7 @@ def summary(pairs: Sequence[NamedPair], labels: Sequence[Label], stats: Any = No
         "errors": len(labels) - len(answered),
         "accuracy": right / decided if decided else None,
         "accuracy_of_non_ties": right / len(known) if known else None,
+        "accuracy_by_gap": accuracy_by_gap(pairs, labels),
     }
     if stats is not None:
         found |= {"contradictions": stats.disagreements, "position_bias": round(stats.position_bias, 4)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -21,7 +22,16 @@ import numpy as np
 
 from rl_vlm.asking import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.answers import CHOICES, SCORE_CHOICES, read_label, read_score
+from rl_vlm.labelling.answers import (
+    CHOICES,
+    RATINGS,
+    SCORE_CHOICES,
+    SUCCESS,
+    expected_place,
+    read_label,
+    read_score,
+    read_word,
+)
 from rl_vlm.labelling.labels import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.labelling.templates import TaskPrompts
 from rl_vlm.safe_text import without_thoughts
@@ -35,7 +45,10 @@ logger = logging.getLogger(__name__)
 _KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], float | None]]] = {
     "": (CHOICES, read_label),
     "score_": (SCORE_CHOICES, read_score),
+    "rate_": (RATINGS, partial(read_word, words=RATINGS)),
+    "success_": (SUCCESS, partial(read_word, words=SUCCESS)),
 }
+_BY_SCALE = {"number": "score_", "rating": "rate_", "success": "success_"}
 _NOT_ASKED = Label(-1, (0.0, 0.0, 1.0), IDENTICAL)
 
 
@@ -115,7 +128,8 @@ class VLMLabeller(Labeller):
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         async with self._session(len(frames), frames) as (ask, images):
             asked = enumerate((self._prompts.templates.score_image, image) for image in images)
-            readings = await all_or_none([self._answer(ask, (number, 0), parts, "score_") for number, parts in asked])
+            kind = _BY_SCALE[self._settings.scale]
+            readings = await all_or_none([self._answer(ask, (number, 0), parts, kind) for number, parts in asked])
             return [self._score_of(reading) for reading in readings]
 
     def state(self) -> dict[str, int]:
@@ -186,7 +200,7 @@ class VLMLabeller(Labeller):
         started, value, said = time.monotonic(), None, ""
         answer: Answer | None = None
         try:
-            for step, template, limit, guide in self._steps(choices):
+            for step, template, limit, guide in self._steps(kind, choices):
                 prompt = self._prompts.fill(getattr(templates, kind + template), without_thoughts(said))
                 message = Message("user", (prompt,) if said else (*shown, prompt))
                 question = partial(self._question, (*key, step), message, limit, guide)
@@ -208,6 +222,8 @@ class VLMLabeller(Labeller):
                 # An answer that was cut off is not understood: "0" may be the beginning of 0.7.
                 if template != "describe" and not answer.cut_off:
                     value = read(answer.lines)
+                if value is not None and answer.probabilities and choices in (RATINGS, SUCCESS):
+                    value = expected_place(answer.probabilities, choices)
                 if value is not None:
                     break
         except EndpointError as error:
@@ -215,10 +231,12 @@ class VLMLabeller(Labeller):
         self.stats.not_understood += value is None
         return _Reading(value, said, answer, time.monotonic() - started)
 
-    def _steps(self, choices: tuple[str, ...]) -> list[tuple[int, str, int, tuple[str, ...]]]:
+    def _steps(self, kind: str, choices: tuple[str, ...]) -> list[tuple[int, str, int, tuple[str, ...]]]:
         """Of each question: its number, which is part of its seed; its template; the limit of tokens of its answer; the
         choices that the endpoint enforces."""
         settings, guide = self._settings, choices if self._settings.guided else ()
+        if kind in ("rate_", "success_"):
+            return [(0, "decide", settings.answer_tokens, guide)]
         again = ("summarise", settings.answer_tokens, guide)
         if settings.steps == 1:
             return [(0, "decide", settings.answer_tokens if guide else settings.describe_tokens, guide), (2, *again)]
@@ -229,7 +247,8 @@ class VLMLabeller(Labeller):
     ) -> Question:
         seed = derive_seed(self._seed, self._sessions, *key, attempt)
         question = Question((message,), limit, self._settings.temperature, choices, seed)
-        return question.with_reason() if choices and self._settings.guided == "reason" else question
+        in_json = choices in (CHOICES, SCORE_CHOICES) and self._settings.guided == "reason"  # words are no JSON
+        return question.with_reason() if in_json else question
 
     def _count_retry(self, error: EndpointError) -> None:
         self.stats.retries += 1
@@ -237,6 +256,27 @@ class VLMLabeller(Labeller):
             self._has_warned = True
             deadline_s = self._settings.deadline_s
             logger.warning("The labeller is busy. It is asked for up to %g s per question: %s", deadline_s, error)
+
+
+class ScoredPairs(Labeller):
+    """Prefers the picture with the higher score of another labeller; its cost is that one's."""
+
+    def __init__(self, scorer: Labeller, frames: int = 1) -> None:
+        self._scorer, self._frames = scorer, frames
+        self.stats = scorer.stats
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        shown = [picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)]
+        scores = await self._scorer.score(shown)
+        return [self._label_of(*both) for both in zip(scores[::2], scores[1::2], strict=True)]
+
+    @staticmethod
+    def _label_of(first: Score, second: Score) -> Label:
+        if error := first.error or second.error:
+            return Label(-1, seconds=first.seconds + second.seconds, error=error)
+        one, other = (math.nan if score.value is None else score.value for score in (first, second))
+        value: LabelValue = 0 if one > other else 1 if other > one else -1
+        return Label(value, None, f"{one:.4f} against {other:.4f}", first.seconds + second.seconds)
 
 
 def _label_as_shown(reading: _Reading) -> Label:

@@ -47,6 +47,15 @@ class Templates(Section):
         "image deserve? Reply with a single line: the score, or -1 if it cannot be told."
     )
 
+    rate_decide: str = (
+        "\nThe goal is {goal}. How well does the image show that the goal is achieved? Reply with one word: terrible, "
+        "poor, fair, good or excellent."
+    )
+    success_decide: str = (
+        "\nThe goal is {goal}. The image shows that the goal is achieved. Is this statement True or not? Reply True or "
+        "False."
+    )
+
     @model_validator(mode="after")
     def _placeholders(self) -> Templates:
         for name, field in type(self).model_fields.items():

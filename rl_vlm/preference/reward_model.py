@@ -6,7 +6,9 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -127,12 +129,12 @@ class RewardEnsemble:
         return torch.from_numpy(np.ascontiguousarray(inputs)).to(self.device)
 
     def fit(self, examples: Examples) -> FitReport:
-        """One session of training on all examples: pairs with an early stop, scores by squared error without one."""
+        """One session of training on all examples: pairs with an early stop, scores without one."""
         settings, report = self.settings, FitReport()
         if not len(examples):
             return report
         compares, read = examples.parts == 2, examples.reader()
-        loss = preference_loss if compares else score_loss
+        loss = preference_loss if compares else partial(score_loss, kind=settings.score_loss)
         targets = torch.tensor(examples.targets, device=self.device)
         self.members.train()
         while True:
@@ -199,6 +201,8 @@ def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:
     return -(targets * torch.log_softmax(returns, dim=-1)).sum(-1).mean(-1)
 
 
-def score_loss(returns: Tensor, targets: Tensor) -> Tensor:
-    """[E]: squared error, mean over the examples; both float32 [E, B, 1]."""
-    return (returns - targets).square().mean((-1, -2))
+def score_loss(returns: Tensor, targets: Tensor, kind: Literal["squared", "absolute"] = "squared") -> Tensor:
+    """[E]: squared or absolute error, mean over the examples; both float32 [E, B, 1]. The absolute one yields less to
+    wrong scores (ERL-VLM, arXiv 2506.12822)."""
+    error = returns - targets
+    return (error.square() if kind == "squared" else error.abs()).mean((-1, -2))

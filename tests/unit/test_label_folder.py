@@ -14,7 +14,9 @@ from PIL import Image
 from ports import local_server
 from test_cli import failure, output, run
 
-from rl_vlm.labelling.folder import find_pairs, label_folder
+from rl_vlm.labelling.folder import NamedPair, accuracy_by_gap, comparison, find_pairs, label_folder, summary
+from rl_vlm.labelling.labeller import LabelStats
+from rl_vlm.labelling.labels import Label
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.plots.label_accuracy import read_labels
@@ -59,6 +61,20 @@ def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:
         ("y.jpg", "a/x.png", "1"),
     ]
     assert read_labels(tmp_path).category.tolist() == ["correct", "correct"]
+
+
+def test_accuracy_by_gap_and_the_table_of_kinds(tmp_path: Path) -> None:
+    """By hand: of six pairs with gaps 1 to 6, and one tie, the two nearest are right and wrong, the others right but one
+    that is undecided."""
+    save(tmp_path / "x.png", 3)
+    pairs = [NamedPair(tmp_path, ("x.png", "x.png"), (0.0, float(gap))) for gap in (6, 5, 4, 3, 2, 1, 0)]
+    labels = [Label(1), Label(1), Label(-1), Label(1), Label(0), Label(1), Label(0)]
+    assert accuracy_by_gap(pairs, labels) == [0.5, 1.0, 1.0]
+    one = summary(pairs, labels, LabelStats(pairs=7, questions=14, prompt_tokens=690, sampled_tokens=10))
+    table = comparison({"pairs": one, "ratings": {**one, "accuracy": None}}).splitlines()
+    assert table[2] == "| pairs | 0.80 | 0.50 / 1.00 / 1.00 | +0.00 | 0.14 | 0 | 100 |" and table[3].startswith(
+        "| ratings | – |"
+    )
 
 
 def test_what_is_no_pair_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.answers import read_label, read_score
-from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.labeller import ScoredPairs, VLMLabeller
 from rl_vlm.labelling.labels import Label, Labeller, SegmentPair, encode, picture_of
 from rl_vlm.labelling.prompts import TASKS, load_prompts, task_prompts
 from rl_vlm.labelling.templates import Templates
@@ -50,7 +51,7 @@ def one_step(**more: object) -> LabelsSection:
     return LabelsSection(**{"steps": 1, **more})  # type: ignore[arg-type]
 
 
-def asked(labeller: VLMLabeller, *pairs: SegmentPair) -> list[Label]:
+def asked(labeller: Labeller, *pairs: SegmentPair) -> list[Label]:
     return asyncio.run(labeller.label(pairs))
 
 
@@ -152,6 +153,38 @@ def test_a_score_that_is_not_understood_is_asked_about_once_more(second: str, va
     (score,) = asyncio.run(labeller.score([segment([3]).frames[0]]))  # type: ignore[index]
     assert score.value == value and bool(score.error) == (second == "open") == bool(labeller.stats.not_understood)
     assert "leans a little" in script.questions[1].messages[0].text
+
+
+@pytest.mark.parametrize(
+    ("scale", "answer", "value"),
+    [
+        ("rating", Answer("Good.", probabilities=None), 0.75),
+        ("rating", Answer("good", probabilities={"terrible": 0, "poor": 0, "fair": 0.5, "good": 0.25, "excellent": 0.25}), 0.6875),
+        ("success", Answer("It is true"), 1.0),
+        ("success", Answer("False", probabilities={"False": 0.9, "True": 0.1}), 0.1),
+        ("success", Answer("perhaps"), None),
+        ("rating", Answer("good or poor"), None),
+    ],
+)  # fmt: skip
+def test_a_word_is_a_score_by_its_place_and_probability(scale: Any, answer: Answer, value: float | None) -> None:
+    script = ScriptedEndpoint(lambda question: answer)
+    labeller = VLMLabeller(script, PROMPTS, LabelsSection(scale=scale, guided="reason"))
+    (score,) = asyncio.run(labeller.score([segment([3]).frames[0]]))  # type: ignore[index]
+    assert score.value == (None if value is None else pytest.approx(value)) and bool(score.error) == (value is None)
+    assert len(script.questions) == 1 and len(script.questions[0].choices) == (5 if scale == "rating" else 2)
+
+
+def test_pairs_by_scores_prefer_the_higher_one() -> None:
+    likely = {3: 0.7, 10: 0.2, 20: 0.7}
+    shown = {encode(segment([angle]).frames[0]).sha256: share for angle, share in likely.items()}  # type: ignore[index]
+
+    def answer(question: Question) -> Answer:
+        share = shown[question.messages[0].images[0].sha256]
+        return Answer(str(share > 0.5), probabilities={"True": share, "False": 1 - share})
+
+    labeller = ScoredPairs(VLMLabeller(ScriptedEndpoint(answer), PROMPTS, LabelsSection(scale="success")))
+    assert [label.value for label in asked(labeller, pair(3, 10), pair(10, 3), pair(3, 20))] == [0, 1, -1]
+    assert labeller.stats.questions == 6
 
 
 def test_a_reason_comes_before_the_label_in_every_guided_answer(endpoint: ServedEndpoint) -> None:
