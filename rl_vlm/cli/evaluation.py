@@ -139,6 +139,8 @@ def rollout(
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the lines to this file instead.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print conversations with their pictures.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="A new folder: good episodes as data for `rl-vlm sft`.")] = None,
+    least: Annotated[float, typer.Option(help="The reward of an episode that --keep writes.")] = 1.0,
     overwrite: Overwrite = False,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
@@ -155,13 +157,16 @@ def rollout(
     options: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
     options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling = {name: value for name, value in options.items() if value is not None}
+    if keep is not None and keep.exists():
+        raise UserInputError(f"{keep} exists already: choose a new folder for --keep.")
     if top_p is not None and not 0 < top_p <= 1:  # before a model loads
         raise UserInputError(f"--top-p is {top_p}: it must be above 0 and at most 1.")
     source = _source(config, adapter, run_dir)
     has_none = source is not None and (source / "config.yaml").is_file() and "preference" in _sections(source)
     trained = find_trained(adapter, None if has_none else source)
+    shown = _show if show else None
     summary = play.rollout(
-        run, adapter=trained, episodes=episodes, sampling=sampling, out=out, show=_show if show else None
+        run, trained, episodes=episodes, sampling=sampling, out=out, show=shown, keep=keep, least=least
     )
     say(json.dumps({"summary": summary}))
 

@@ -23,6 +23,7 @@ from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.runs.evaluate import run_for, served_worker
 from rl_vlm.safe_text import printable_json
 from rl_vlm.seeding import derive_seed
+from rl_vlm.supervised.example import write_kept
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 
@@ -34,9 +35,12 @@ def rollout(
     sampling: dict[str, Any] | None = None,
     out: Path | None = None,
     show: Callable[[Trajectory], None] | None = None,
+    keep: Path | None = None,
+    least: float = 1.0,
 ) -> dict[str, Any]:
     """Play episodes of the training split; one JSON line each (to `out`, else printed, unless `show` is given each
-    episode); returns a summary. `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent
+    episode); returns a summary. `keep`: a folder for the conversations of episodes with at least the reward `least`, as
+    data of `rl-vlm sft`. `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent
     is as in training."""
     options = dict(sampling or {})
     adapter = adapter or find_trained(config.model.adapter)
@@ -76,10 +80,12 @@ def rollout(
             show(trajectory)
     elif out is None:
         print(printable_json("\n".join(lines)))
+    kept = {} if keep is None else {"kept": write_kept(keep, trajectories, least)}
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
     return {
         "episodes": len(trajectories),
         **losses(result.lost),
+        **kept,
         "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
         "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
         "turns_mean": float(np.mean([trajectory.num_turns for trajectory in trajectories])),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.files import write_atomic
 from rl_vlm.supervised.sources import builtin_rows
-from rl_vlm.types import Message, Split, UserInputError
+from rl_vlm.types import Message, Split, Trajectory, UserInputError, images_of
 
 EXAMPLE = "shapes"
 SPLITS: tuple[Split, ...] = ("train", "test")
@@ -46,6 +46,22 @@ def write_answers(folder: Path, env: VisionEnv, form: str, most: int, max_turns:
     return write_conversations(folder, answered)
 
 
+def write_kept(folder: Path, episodes: Sequence[Trajectory], least: float) -> dict[str, int]:
+    """Write the recorded episodes whose reward is at least that, every sixth of them to test (rejection sampling, as
+    RAFT, arXiv 2304.06767). Returns and raises as `write_conversations` does, and UserInputError where there are not
+    two."""
+    kept = [one for one in episodes if one.reward >= least]
+    if len(kept) < 2:
+        raise UserInputError(f"{len(kept)} of {len(episodes)} episodes have a reward of {least:g} or more: play more.")
+
+    def read(split: Split) -> Iterator[Conversation]:
+        for number, one in enumerate(kept):
+            if (number % 6 == 1) == (split == "test"):
+                yield _conversation(one.messages)
+
+    return write_conversations(folder, read)
+
+
 def write_conversations(folder: Path, read: Callable[[Split], Iterator[Conversation]]) -> dict[str, int]:
     """Write train.jsonl, test.jsonl and images/. Returns conversations per split. Raises UserInputError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -79,7 +95,11 @@ def _episode(env: VisionEnv, split: Split, index: int, form: str, max_turns: int
         info = {**info, **found}
         if terminated or truncated:
             break
-    return [_written(message) for message in messages], [image.png for message in messages for image in message.images]
+    return _conversation(messages)
+
+
+def _conversation(messages: Sequence[Message]) -> Conversation:
+    return [_written(message) for message in messages], [image.png for image in images_of(messages)]
 
 
 def _right_answer(env: VisionEnv, info: Mapping[str, Any], form: str) -> str:

@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from core_support import conversation
 from PIL import Image
 
 from rl_vlm.config import load_sft_config
@@ -22,7 +24,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.supervised.conversations import SFTConversation
 from rl_vlm.supervised.dataset import JobData, open_job_data
-from rl_vlm.supervised.example import write_answers, write_example
+from rl_vlm.supervised.example import write_answers, write_example, write_kept
 from rl_vlm.supervised.sources import open_conversations
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 
@@ -193,6 +195,29 @@ def test_truths_of_data_become_answers_of_a_form(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="example"):
         write_answers(tmp_path / "third", make("Shapes-v0"), "{}", 100, 1)
     assert not (tmp_path / "third").exists()
+
+
+def test_good_episodes_become_conversations(tmp_path: Path, tiny_folder: Path) -> None:
+    """Of nine episodes that say 0 to 8 to the question 4, those within one of it."""
+    text = load_text_side(tiny_folder)
+    picture = EncodedImage.from_pil(Image.open(io.BytesIO(png())))
+    shown = Message("user", (picture, "4?"))
+    episodes = [
+        replace(
+            conversation(text, np.random.default_rng(0), ["4?", picture], [3]),
+            messages=(shown, Message.of("assistant", str(k))),
+        )
+        for k in range(9)
+    ]
+    for k, one in enumerate(episodes):
+        one.turns = (replace(one.turns[0], reward=1 - abs(k - 4) / 4),)
+    assert write_kept(tmp_path / "data", episodes, 0.75) == {"train": 2, "test": 1}
+    found = open_conversations(str(tmp_path / "data"), "train")
+    assert [found[k].messages[1].text for k in range(2)] == ["3", "5"] and found[0].messages[0].images[
+        0
+    ].png == picture.png
+    with pytest.raises(UserInputError, match="1 of 9 episodes"):
+        write_kept(tmp_path / "none", episodes, 1.0)
 
 
 # --- bad rows
