@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.v1.executor import Executor, UniProcExecutor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -57,7 +58,8 @@ class WeightsWorker:
         """The names in an adapter that was loaded of which the model has no module: vLLM leaves them out in silence."""
         manager = self.model_runner.lora_manager._adapter_manager
         lora = manager.get_adapter(adapter)
-        used = {id(manager._get_lora_layer_weights(lora, name)) for name in manager.modules}
+        adapted = [name for name in manager.modules if not name.endswith(("lm_head", "logits_processor"))]  # see below
+        used = {id(manager._get_lora_layer_weights(lora, name)) for name in adapted}
         return sorted(name for name, weights in lora.loras.items() if id(weights) not in used)
 
     @torch.inference_mode(False)
@@ -109,6 +111,17 @@ class BoundMultiprocExecutor(MultiprocExecutor):
 def executor_class(tensor_parallel_size: int) -> type[Executor]:
     return BoundUniProcExecutor if tensor_parallel_size == 1 else BoundMultiprocExecutor
 
+
+def _head_logits(
+    self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Any = None, skip_gather: bool = False
+) -> Any:
+    """Of the head without an adapter, of which it has none here. vLLM 0.32 adds zeros for one, with an index for each
+    running sample; log-probabilities of prompts have more rows, and so ended the engine."""
+    head = getattr(lm_head, "base_layer", lm_head)
+    return self.base_layer._get_logits(hidden_states, head, embedding_bias, skip_gather)
+
+
+LogitsProcessorWithLoRA._get_logits = _head_logits
 
 # At import, not when the executor is made: else an engine core whose owner is killed while it starts would wait five
 # minutes for it.

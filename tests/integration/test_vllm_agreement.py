@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distillation_support import check_scores
 from logprob_gate import check_gate
 from policy_loop import MAX_CONTEXT, Loop, check_agreement
+from segment_support import check_segments
 from vllm_support import vllm_config
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -43,6 +45,15 @@ def test_engine_and_learner_agree_within_a_format(engine: VLLMEngine, folder: Pa
         stats = loop.update(loop.sample())
         assert stats["policy/first_ratio_error"] == 0.0
         assert stats.metrics()["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("history", [{"images": 2}, {"turns": 2}])
+def test_engine_and_learner_agree_on_every_segment(engine: VLLMEngine, folder: Path, history: dict[str, int]) -> None:
+    check_segments(engine, folder, history)
+
+
+def test_a_teacher_says_what_plain_transformers_says(engine: VLLMEngine, folder: Path) -> None:
+    check_scores(folder, engine)
 
 
 # --- Engine and learner agree in bfloat16 on a CPU, or the gate of `logprob_gate.py` closes

@@ -335,6 +335,11 @@ def test_alternatives_equal_those_of_the_transformers_engine(
             np.testing.assert_allclose([value for _, value in one], [value for _, value in two], atol=TOLERANCE)
     (plain,) = generate(engine, ask(text, "plain"))
     assert plain.samples[0].top_logprobs == ()
+    # Prompts that share a step have more rows of logits than samples.
+    several = [ask(text, "alternatives"[k:], picture(k), max_new_tokens=1, prompt_logprobs=1) for k in range(4)]
+    for one, two in zip(generate(engine, *several), generate(other_engine, *several), strict=True):
+        for ours_at, theirs_at in zip(one.prompt_logprobs, two.prompt_logprobs, strict=True):
+            assert dict(ours_at) == pytest.approx(dict(theirs_at), abs=TOLERANCE)
 
 
 def test_schemas_are_kept_and_refused_as_by_the_transformers_engine(engine: VLLMEngine, text: TextSide) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +14,22 @@ from core_support import (
     adapted_policy,
     gradient_vector,
     picture,
-    plain_model,
     reference_logits,
     reference_logprobs,
-    segmented_episode,
     text_side,
 )
+from distillation_support import TOP, check_scores, group_of, scored, segments_of
 from pydantic import ValidationError
 
 from rl_vlm.algorithms.distill import Distill
 from rl_vlm.config import TeacherModelSection, parse_config
-from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.distillation import divergence, toward_teacher
 from rl_vlm.learning.experience import Estimate
 from rl_vlm.learning.plan import UpdateStats, divide, update_batches
 from rl_vlm.learning.update import PolicyUpdater
-from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pool import GroupFailedError
-from rl_vlm.rollout.teacher import Teacher
 from rl_vlm.runs.policy_checks import inspect_policy_run
-from rl_vlm.testing import EngineClient
-from rl_vlm.types import EncodedImage, PixelLimits, TeacherScores, Trajectory, TrajectoryGroup, UserInputError
-
-TOP = 5
-
-
-def group_of(folder: Path, side: int = 32) -> TrajectoryGroup:
-    rng = np.random.default_rng(0)
-    shown = [picture(np.random.default_rng(k), side, side) for k in range(5)]
-    members = [segmented_episode(text_side(folder), rng, shown, f"t{k}", count) for k, count in enumerate((3, 2, 1))]
-    return TrajectoryGroup("g", 0, members)
-
-
-def scored(
-    folder: Path, group: TrajectoryGroup, other: tuple[EncodedImage, ...] = (), **settings: Any
-) -> list[TeacherScores]:
-    pixels = PixelLimits(None, settings.get("max_pixels"))
-    engine = TransformersEngine(folder, max_context=2048, pixels=pixels)
-    if settings.get("divergence", "reverse") != "reverse":
-        settings["top_k"] = TOP
-    section = TeacherModelSection(path=str(folder), **settings)
-    teacher = Teacher(section, EngineClient(engine), -1, load_text_side(folder, pixels), text_side(folder))
-
-    async def score() -> TrajectoryGroup:
-        try:
-            return await teacher.score(group, other)
-        finally:
-            await engine.close()
-
-    return [one.teacher for one in asyncio.run(score()).trajectories if one.teacher is not None]
-
-
-def segments_of(one: Trajectory) -> Iterator[tuple[np.ndarray, np.ndarray, list[EncodedImage]]]:
-    for segment in one.segments:
-        yield (
-            one.token_ids[segment.start : segment.stop],
-            one.loss_mask[segment.start : segment.stop],
-            [one.images[k] for k in segment.images],
-        )
-
-
-def distributions(folder: Path, model: Any, one: Trajectory) -> torch.Tensor:
-    """Log-probabilities [sampled tokens, V] of all tokens in the place of each sampled one."""
-    rows = [reference_logits(folder, model, ids, images)[:-1][mask[1:]] for ids, mask, images in segments_of(one)]
-    return torch.log_softmax(torch.cat(rows), -1)
+from rl_vlm.types import UserInputError
 
 
 def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -91,14 +41,7 @@ def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def test_scores_are_the_teachers_own_distribution_on_every_segment(tiny_folder: Path) -> None:
-    group, model = group_of(tiny_folder), plain_model(tiny_folder)
-    for one, scores in zip(group.trajectories, scored(tiny_folder, group, divergence="forward"), strict=True):
-        with torch.no_grad():
-            wanted = distributions(tiny_folder, model, one)
-        own = torch.from_numpy(one.token_ids[one.loss_mask].astype(np.int64))
-        np.testing.assert_allclose(scores.logprobs, wanted.gather(1, own[:, None])[:, 0], atol=1e-4)
-        np.testing.assert_allclose(scores.top, wanted.topk(TOP).values, atol=1e-4)
-        np.testing.assert_allclose(wanted.gather(1, torch.from_numpy(scores.ids).long()), scores.top, atol=1e-4)
+    check_scores(tiny_folder)
 
 
 def test_a_hint_and_other_pictures_change_what_the_teacher_says(tiny_folder: Path) -> None:

@@ -15,17 +15,16 @@ from core_support import (
     adapted_policy,
     builder_of,
     gradient_vector,
-    picture,
     reference_logprobs,
     run_config,
     segmented_episode,
-    text_side,
 )
 from pydantic import ValidationError
+from segment_support import PICTURES, TASK, Walk, check_segments
 
 from rl_vlm.config import HistorySection, RolloutSection, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.envs.base import EpisodeEnv, Item, Reply
+from rl_vlm.envs.base import EpisodeEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.learning.batching import gathered
 from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
@@ -34,30 +33,13 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.history import History
-from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.testing import EngineClient, ScriptedEngine
 from rl_vlm.types import (
     Message,
-    Observation,
     Trajectory,
     TrajectoryError,
     TrajectoryGroup,
 )
-
-PICTURES = [picture(np.random.default_rng(k), 32, 32) for k in range(9)]
-TASK = RolloutTask("g", 0, "train", seed=0, sampling_seed=0, size=1, temperature=1.0, min_version=0)
-
-
-class Walk(EpisodeEnv):
-    """Six turns, each with a picture."""
-
-    def open(self, item: Item) -> Observation:
-        return Observation.user(PICTURES[0], "go 0")
-
-    def reply(self, text: str) -> Reply:
-        return Reply(
-            float(self.turn), Observation.user(f"go {self.turn}", PICTURES[self.turn]) if self.turn < 6 else None
-        )
 
 
 class Newest(Walk):
@@ -269,21 +251,6 @@ def test_tokens_go_to_micro_batches_and_back(text: TextSide) -> None:
 
 @pytest.mark.parametrize("history", [{"images": 2}, {"turns": 2}])
 def test_engine_and_learner_agree_on_every_segment(tiny_folder: Path, history: dict[str, int]) -> None:
-    text = text_side(tiny_folder)
     engine = TransformersEngine(tiny_folder, max_context=1024)
-    rollout = RolloutSection(max_turns=6, max_new_tokens_per_turn=6, require_end_of_turn=False,
-                             history=HistorySection(**history))  # fmt: skip
-
-    async def sample() -> TrajectoryGroup:
-        try:
-            task = replace(TASK, size=3, sampling_seed=3)
-            return await run_group(task, EnvPool(Walk, 20.0), EngineClient(engine), text, rollout, 1024)
-        finally:
-            await engine.close()
-
-    group = asyncio.run(sample())
-    assert all(len(one.segments) > 1 for one in group.trajectories)
-    policy = adapted_policy(tiny_folder, scale=0.0)
-    found = PolicyUpdater(policy, run_config(tiny_folder)).recompute(group.trajectories)
-    for one, logprobs in zip(group.trajectories, found, strict=True):
-        np.testing.assert_allclose(logprobs, one.logprobs[one.loss_mask], atol=1e-4)
+    check_segments(engine, tiny_folder, history)
+    asyncio.run(engine.close())
