@@ -1,0 +1,1 @@
+"""A vision-language model of SmolVLM's form whose language model has published weights."""
