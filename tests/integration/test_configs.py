@@ -70,7 +70,11 @@ def node_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surroundings, "available_cores", lambda: 96.0)
 
 
-GPU_RECIPES = [name for name in recipe_names() if not name.endswith("_tiny") and load_config(name).needed_gpus]
+GPU_RECIPES = [
+    name
+    for name in recipe_names()
+    if not name.startswith("sft") and not name.endswith("_tiny") and load_config(name).needed_gpus
+]
 
 
 @pytest.mark.usefixtures("node_of_eight")

@@ -43,6 +43,7 @@ class Cells(CellNames):
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(model, processor.tokenizer)
         self._processor, self.count = processor, round(processor.image_seq_len**0.5)
+        self._spread = model.get_input_embeddings().weight.var(0).mean()  # of the words
 
     def draw(self, rng: Random, pictures: int) -> Mosaics:
         drawn = [mosaic(rng, rng.choice(SIDES)) for _ in range(pictures)]
@@ -64,13 +65,14 @@ class Cells(CellNames):
         table, features = self._model.get_input_embeddings().weight, self.features(mosaics.pixels)
         scores = {g: functional.rms_norm(features, features.shape[-1:]) @ table[ids].T for g, ids in self._ids.items()}
         chosen = [
-            functional.cross_entropy(scores[group], target, ignore_index=-1) for group, target in mosaics.targets.items()
+            functional.cross_entropy(scores[group], target, ignore_index=-1)
+            for group, target in mosaics.targets.items()
         ]
         shown = torch.stack([mosaics.targets[group] for group in READ])
         words = torch.stack([table[self._ids[group][mosaics.targets[group].clamp(min=0)]] for group in READ])
         weights = (shown >= 0).float() / (shown >= 0).sum(0)
         wanted = (weights[..., None] * words).sum(0)
-        distance = (features - wanted).square().mean() / table.var(0).mean()
+        distance = (features - wanted).square().mean() / self._spread
         return torch.stack(chosen).mean(), distance, scores
 
 
@@ -148,7 +150,9 @@ def main(words: Sequence[str] | None = None) -> None:
             now = time.monotonic()
             if state.step % LOG_EVERY == 0:
                 means, seconds = [total / LOG_EVERY for total in sums], (now - started) / (state.step - first)
-                print(f"step {state.step} names {means[0]:.3f} distance {means[1]:.3f} {seconds:.2f} s/step", flush=True)
+                print(
+                    f"step {state.step} names {means[0]:.3f} distance {means[1]:.3f} {seconds:.2f} s/step", flush=True
+                )
                 sums = [0.0, 0.0]
             if now - saved_at > args.save_every:
                 state.save()

