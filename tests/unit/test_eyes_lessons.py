@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from tools.eyes import brush, cells, scenes
+from tools.eyes import brush, captions, cells, scenes
 from tools.eyes.kinds import KINDS
+
+from rl_vlm.zoo.qa.environment import QAEnv
 
 PHOTOGRAPHS = [brush.Image.new("RGB", (300, 300), "teal")]
 
@@ -82,3 +86,14 @@ def test_each_cell_is_named_after_the_thing_that_covers_its_middle() -> None:
         assert all(one.shape in cells.GROUPS["what"] for one in drawn)
         named = cells.named(drawn, 3)
         assert sum(cell.get("middle") == "one" for cell in named) >= 1
+
+
+def test_captions_name_every_thing_and_are_questions_of_qa(tmp_path: Path) -> None:
+    captions.main([str(tmp_path), "--count", "20"])
+    for line in (tmp_path / "described/train.jsonl").read_text().splitlines():
+        sentence = json.loads(line)["messages"][1]["content"]
+        assert re.fullmatch(r"There is (an? \w+ \w+ (at|in) the [a-z ]+?(, | and |\.))+", sentence), sentence
+    env = QAEnv(str(tmp_path / "asked"))
+    for index in range(20):
+        info = env.reset(options={"index": index, "split": "train"})[1]
+        assert env.step(f"There is a thing. <answer>{info['reference']}</answer>")[1] == 1.0

