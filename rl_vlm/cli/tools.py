@@ -16,7 +16,9 @@ commands = typer.Typer()
 
 @commands.command(epilog="Examples: rl-vlm fetch Qwen/Qwen3-VL-2B-Instruct; rl-vlm fetch hiyouga/geometry3k --data")
 def fetch(
-    name: Annotated[str, typer.Argument(help="owner/name on the Hugging Face hub, smol-eyes, or a short name of a data set.")],
+    name: Annotated[
+        str, typer.Argument(help="owner/name on the Hugging Face hub, smol-eyes, or a short name of a data set.")
+    ],
     data: Annotated[
         bool,
         typer.Option(

@@ -32,7 +32,8 @@ from rl_vlm.files import replace_folder
 from rl_vlm.models.loading import load_model, resolve_model, save_model
 
 RATE, RISE, FALL = 2e-3, 100, 0.3  # the highest learning rate, steps until it, and the share of steps in which it falls
-NEAR = 1.0  # weight of the distance from the words, beside the loss of choosing among them
+SHARP = 0.5  # scale of the scores of names
+NEAR = 4.0  # weight of the distance from the words, beside the loss of choosing among them
 READ = ("what", "colour")  # the groups whose words a feature is to be
 LOG_EVERY = 50
 
@@ -43,7 +44,9 @@ class Cells(CellNames):
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(model, processor.tokenizer)
         self._processor, self.count = processor, round(processor.image_seq_len**0.5)
-        self._spread = model.get_input_embeddings().weight.var(0).mean()  # of the words
+        table = model.get_input_embeddings().weight
+        # Each dimension counts by its spread over all words: the language model fails at what differs from all of them.
+        self._centre, self._spread = table.mean(0), table.std(0)
 
     def draw(self, rng: Random, pictures: int) -> Mosaics:
         drawn = [mosaic(rng, rng.choice(SIDES)) for _ in range(pictures)]
@@ -63,7 +66,11 @@ class Cells(CellNames):
     def losses(self, mosaics: Mosaics) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Of choosing the names in nats, the distance from their mean relative to a random one's, and the scores."""
         table, features = self._model.get_input_embeddings().weight, self.features(mosaics.pixels)
-        scores = {g: functional.rms_norm(features, features.shape[-1:]) @ table[ids].T for g, ids in self._ids.items()}
+        whitened = (features - self._centre) / self._spread
+        scores = {
+            group: SHARP * whitened @ ((table[ids] - self._centre) / self._spread).T / len(self._spread) ** 0.5
+            for group, ids in self._ids.items()
+        }
         chosen = [
             functional.cross_entropy(scores[group], target, ignore_index=-1)
             for group, target in mosaics.targets.items()
@@ -72,7 +79,7 @@ class Cells(CellNames):
         words = torch.stack([table[self._ids[group][mosaics.targets[group].clamp(min=0)]] for group in READ])
         weights = (shown >= 0).float() / (shown >= 0).sum(0)
         wanted = (weights[..., None] * words).sum(0)
-        distance = (features - wanted).square().mean() / self._spread
+        distance = ((features - wanted) / self._spread).square().mean()
         return torch.stack(chosen).mean(), distance, scores
 
 
@@ -135,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     state = State(args.model, args.folder)
     cells, rng = Cells(state.model, state.processor), Random(f"tower {state.step}")
-    first, sums = state.step, [0.0, 0.0]
+    first, printed, sums = state.step, state.step, [0.0, 0.0]
     started = saved_at = time.monotonic()
     with ThreadPoolExecutor(1) as pool:  # a batch is drawn while the model computes the one before
         upcoming = pool.submit(cells.draw, rng, args.batch)
@@ -149,11 +156,12 @@ def main(words: Sequence[str] | None = None) -> None:
             sums = [total + float(part.detach()) for total, part in zip(sums, (chosen, distance), strict=True)]
             now = time.monotonic()
             if state.step % LOG_EVERY == 0:
-                means, seconds = [total / LOG_EVERY for total in sums], (now - started) / (state.step - first)
+                means = [total / (state.step - printed) for total in sums]
+                seconds = (now - started) / (state.step - first)
                 print(
                     f"step {state.step} names {means[0]:.3f} distance {means[1]:.3f} {seconds:.2f} s/step", flush=True
                 )
-                sums = [0.0, 0.0]
+                printed, sums = state.step, [0.0, 0.0]
             if now - saved_at > args.save_every:
                 state.save()
                 saved_at = now
