@@ -32,8 +32,6 @@ from rl_vlm.files import replace_folder
 from rl_vlm.models.loading import load_model, resolve_model, save_model
 
 RATE, RISE, FALL = 2e-3, 100, 0.3  # the highest learning rate, steps until it, and the share of steps in which it falls
-SHARP = 0.5  # scale of the scores of names
-NEAR = 4.0  # weight of the distance from the words, beside the loss of choosing among them
 READ = ("what", "colour")  # the groups whose words a feature is to be
 LOG_EVERY = 50
 
@@ -68,7 +66,7 @@ class Cells(CellNames):
         table, features = self._model.get_input_embeddings().weight, self.features(mosaics.pixels)
         whitened = (features - self._centre) / self._spread
         scores = {
-            group: SHARP * whitened @ ((table[ids] - self._centre) / self._spread).T / len(self._spread) ** 0.5
+            group: whitened @ ((table[ids] - self._centre) / self._spread).T / len(self._spread) ** 0.5
             for group, ids in self._ids.items()
         }
         chosen = [
@@ -149,7 +147,7 @@ def main(words: Sequence[str] | None = None) -> None:
         while state.step < args.steps:
             mosaics, upcoming = upcoming.result(), pool.submit(cells.draw, rng, args.batch)
             chosen, distance, _ = cells.losses(mosaics)
-            (chosen + NEAR * distance).backward()  # type: ignore[no-untyped-call]
+            (chosen + distance).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(state.learned.parameters(), 1.0)
             state.optimizer.step(rate_at(state.step, args.steps))
             state.step += 1

