@@ -164,10 +164,8 @@ def rollout(
     source = _source(config, adapter, run_dir)
     has_none = source is not None and (source / "config.yaml").is_file() and "preference" in _sections(source)
     trained = find_trained(adapter, None if has_none else source)
-    shown = _show if show else None
-    summary = play.rollout(
-        run, trained, episodes=episodes, sampling=sampling, out=out, show=shown, keep=keep, least=least
-    )
+    chosen: dict[str, Any] = {"out": out, "show": _show if show else None, "keep": keep, "least": least}
+    summary = play.rollout(run, adapter=trained, episodes=episodes, sampling=sampling, **chosen)
     say(json.dumps({"summary": summary}))
 
 
