@@ -79,10 +79,15 @@ class SightProbe:
         except UnfitImagesError as error:
             return [Fault("image_size", f"The learner cuts images into other tokens than the engine: {error}")]
         engine = [trajectory.logprobs[trajectory.loss_mask] for trajectory in trajectories]
+        # What comes before the first image, such as a call of the tool that shows one, says nothing about sight.
+        shown = learner.pop("shown")
+        after = {
+            name: [one[mask] for one, mask in zip(learner[name], shown, strict=True)] for name in ("true", "blank")
+        }
         distances = {name: distance(engine, logprobs) for name, logprobs in learner.items()}
         self.agreement = distances["true"]
         self.effect = mean_kl(np.concatenate(learner["blank"]) - np.concatenate(learner["true"]))
-        faults = [learner_is_blind(learner["true"], learner["blank"])]
+        faults = [learner_is_blind(after["true"], after["blank"])]
         if counterfactuals:
             faults.append(explain(distances, self._limits))
         return [fault for fault in faults if fault is not None]

@@ -18,6 +18,7 @@ recipes_commands = typer.Typer(help="List and copy the recipes: configurations t
 commands.add_typer(recipes_commands, name="recipes")
 
 _PROJECT = Path(__file__).parent / "project"  # the files that `init` copies
+_AGENT = Path(__file__).parents[1] / "zoo/boxes/agent.py"  # and of `init --agent`, with the recipe that trains it
 _PLACEHOLDER = "my-project"  # stands in them for the project's name
 _AFTERWARDS = """
 Train with one by its name: rl-vlm train quickstart. Minutes are of two CPU cores. Tiny models other than tiny and
@@ -67,8 +68,10 @@ def copy(
 @commands.command(epilog="Example: rl-vlm init my-task; cd my-task; pytest; rl-vlm train config.yaml")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make; its name is the project's.")],
+    agent: Annotated[bool, typer.Option("--agent", help="An agent that calls an OpenAI client, and a tool.")] = False,
 ) -> None:
     """Make a project of your own: an environment, its reward, a configuration, a test, a README and an AGENTS.md."""
+    from rl_vlm.config.recipes import recipe_file
     from rl_vlm.types import UserInputError
 
     name = folder.absolute().name
@@ -77,7 +80,13 @@ def init(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserInputError(f"{folder} exists and is not an empty folder: choose another name.")
     folder.mkdir(parents=True, exist_ok=True)
-    for source in sorted(path for path in _PROJECT.iterdir() if path.is_file()):  # and no __pycache__
-        (folder / source.name).write_text(source.read_text().replace(_PLACEHOLDER, name))
-        say(f"Wrote {folder / source.name}")
+    sources = (_PROJECT / "agent" if agent else _PROJECT).iterdir()
+    files = {path.name: path.read_text() for path in sources if path.is_file()}  # and no __pycache__
+    if agent:
+        recipe = recipe_file("agent_tiny").read_text()
+        config = recipe.replace("rl_vlm.zoo.boxes.agent", _AGENT.name).replace("agent_tiny", _PLACEHOLDER)
+        files |= {_AGENT.name: _AGENT.read_text(), "config.yaml": config}
+    for file, text in sorted(files.items()):
+        (folder / file).write_text(text.replace(_PLACEHOLDER, name))
+        say(f"Wrote {folder / file}")
     say(f"Next: cd {folder}; pip install pytest; pytest; rl-vlm train config.yaml")

@@ -85,7 +85,7 @@ def engine_is_blind(
     """
     seen = []
     for samples in zip(true, again, blank, strict=True):
-        (ids, logprobs), (same_ids, same), (blank_ids, changed) = map(_first_turn, samples)
+        (ids, logprobs), (same_ids, same), (blank_ids, changed) = map(_answers, samples)
         # Rounding may let even the repetition part from the answer: what comes after that says nothing.
         firm = _common_prefix(ids, same_ids)
         same_answer = _common_prefix(ids, blank_ids) >= firm
@@ -129,9 +129,9 @@ def _common_prefix(first: np.ndarray, other: np.ndarray) -> int:
     return int(np.append(first[:length] == other[:length], False).argmin())
 
 
-def _first_turn(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    span = slice(trajectory.turns[0].start, trajectory.turns[0].stop)
-    return trajectory.token_ids[span], trajectory.logprobs[span]
+def _answers(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """Of all turns: the first image may be a tool's result. Where one answer differs, the rest says nothing."""
+    return trajectory.token_ids[trajectory.loss_mask], trajectory.logprobs[trajectory.loss_mask]
 
 
 def _is_sure(logprobs: np.ndarray) -> np.ndarray:

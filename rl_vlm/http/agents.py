@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.foreign.agent import MODEL
 from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServedModel
@@ -38,7 +39,7 @@ _EPISODE: ContextVar[RecordedEpisode] = ContextVar("episode")
 
 
 class AgentEndpoint:
-    """Listens on a free port of loopback, in a thread of its own, until `close`."""
+    """Listens on a free port of loopback, in a thread of its own, until `close`. Raises EnvError if it cannot."""
 
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         limits = limits.model_copy(update={"host": "127.0.0.1", "adapter_root": None})
@@ -50,7 +51,12 @@ class AgentEndpoint:
         self._server = HTTPServer(self, sock, limits, listens.set)
         self._thread = threading.Thread(target=self._server.run, args=([sock],), name="agents", daemon=True)
         self._thread.start()
-        listens.wait(_START_S)
+        if not listens.wait(_START_S):
+            self.close()
+            raise EnvError(
+                f"The server that agents ask did not start within {_START_S:g} s: give the env runner more CPU "
+                "(rollout.cpus_per_env_runner), or take fewer of them."
+            )
 
     @contextmanager
     def opened(self, episode: RecordedEpisode) -> Iterator[str]:

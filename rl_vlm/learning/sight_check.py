@@ -37,7 +37,8 @@ def sight_logprobs(
 ) -> dict[str, list[np.ndarray]]:
     """Log-probabilities float32 [T] of each trajectory's sampled tokens by the names of evaluation/sight_faults.py:
     "true", "blank", and counterfactuals with other images or positions or without the adapter, as far as they change
-    something. `recompute` is `PolicyUpdater.recompute`. Raises UnfitImagesError."""
+    something; and "shown", bool [T]: which of these tokens an image precedes. `recompute` is
+    `PolicyUpdater.recompute`. Raises UnfitImagesError."""
     for one in trajectories:
         wanted = sum(images.num_features(image.width, image.height) for image in one.placed_images)
         found = int((one.token_ids == images.image_token_id).sum())
@@ -47,6 +48,8 @@ def sight_logprobs(
             )
     blank = [replace(one, images=blanked(one.images)) for one in trajectories]
     logprobs = {"true": recompute(trajectories), "blank": recompute(blank)}
+    begun = [np.logical_or.accumulate(one.token_ids == images.image_token_id) for one in trajectories]
+    logprobs["shown"] = [places[one.loss_mask] for places, one in zip(begun, trajectories, strict=True)]
     if not counterfactuals:
         return logprobs
     if any(len(one.images) > 1 for one in trajectories):

@@ -34,6 +34,18 @@ def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
     assert run.iterations() == result["iterations"]  # repeated iterations are listed once
 
 
+def test_agents_go_on_when_replicas_die_in_the_middle_of_episodes(tmp_path: Path) -> None:
+    """Their calls are made again at another replica, so that each iteration has all of its episodes."""
+    agent = (f"env.id={ROOT / 'examples/agent.py'}", "env.kwargs={num_train: 4096, num_test: 512}")
+    with TrainingProcess(tmp_path / "run", *agent, "algorithm.iterations=8", "evaluation.num_items=32") as run:
+        for iteration in (2, 5):
+            run.wait_for_iteration(iteration)
+            run.kill(REPLICA)
+        assert run.wait() == 0, run.output()[-3000:]
+    assert sum(run.result()["requests_by_replica"].values()) == 8 * 128  # each episode has one turn
+    assert run.result()["restarts"]["env_runner"] == 0
+
+
 @pytest.mark.acceptance  # `make test` interrupts a run that goes on
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_a_checkpoint_and_resume_finishes(number: signal.Signals, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_small_recipes_pass_a_dry_run(tiny_folder: Path, tmp_path: Path, monkeyp
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
     for name in (
         "gridwalk_tiny", "gridwalk_levels_tiny", "mixture_tiny", "geospot_tiny", "geospot_curriculum_tiny", "nlvr2_tiny", "caption_tiny",
-        "caption_judge_tiny", "geo3k_offline_tiny", "zoom_tiny", "minigrid_tiny", "full_tiny",
+        "caption_judge_tiny", "geo3k_offline_tiny", "zoom_tiny", "minigrid_tiny", "full_tiny", "agent_tiny",
     ):  # fmt: skip
         assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0

@@ -84,10 +84,11 @@ def test_a_recipe_of_the_wheel_passes_a_dry_run(installed: Path, tiny_folder: Pa
     assert "quickstart: nothing is wrong" in printed
 
 
+@pytest.mark.parametrize("kind", [(), ("--agent",)])
 def test_a_project_of_the_wheel_passes_its_test_and_a_dry_run(
-    installed: Path, tiny_folder: Path, tmp_path: Path
+    kind: tuple[str, ...], installed: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    call(installed, tmp_path, "rl-vlm", "init", "mine")
+    call(installed, tmp_path, "rl-vlm", "init", "mine", *kind)
     folder = tmp_path / "mine"
     assert "passed" in call(installed, folder, "python", "-m", "pytest", "-q")
     printed = call(installed, folder, "rl-vlm", "train", "config.yaml", "--dry-run", f"model.path={tiny_folder}")

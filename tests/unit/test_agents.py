@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from core_support import adapted_policy, run_config, text_side
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
+from rl_vlm.http import agents
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
@@ -165,6 +167,49 @@ def agent(client, task):
     assert {one.info["said"] for one in found} == {"r0r0"} and all(one.correct and one.reward == 2 for one in found)
 
 
+def test_a_class_computes_the_reward_apart_from_the_loop(
+    sample: Callable[..., RolloutResult], scripted: ScriptedEngine
+) -> None:
+    """With an object for each episode."""
+    source = """
+from rl_vlm.envs.base import Reply
+class Mine:
+    def __init__(self, worth=1.0):
+        self.worth, self.said = worth, []
+
+    async def run(self, client, task):
+        answer = await client.chat.completions.create(model=task.model, messages=[user("hi")])
+        self.said.append(answer.choices[0].message.content)
+        return len(self.said)
+
+    def reward(self, task, result):
+        return Reply(self.worth * result, info={"said": self.said[0], "index": task.index})
+"""
+    found = trajectories(sample(source, scripted, groups=2, env__kwargs={"worth": 3}))
+    assert {(one.reward, one.info["said"]) for one in found} == {(3.0, "r0")}
+    assert [one.info["index"] for one in found] == [0, 0, 1, 1]
+
+
+def test_a_program_finds_the_policy_in_its_environment(
+    sample: Callable[..., RolloutResult], scripted: ScriptedEngine
+) -> None:
+    source = """
+import os, subprocess, sys
+ASK = "import openai; openai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'hi'}])"
+def agent(client, task):
+    return float(subprocess.run([sys.executable, "-c", ASK], env={**os.environ, **task.environ}).returncode == 0)
+"""
+    assert [(one.reward, len(one.turns)) for one in trajectories(sample(source, scripted, size=1))] == [(1.0, 1)]
+
+
+def test_a_server_that_does_not_start_is_told(
+    sample: Callable[..., RolloutResult], scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents.HTTPServer, "run", lambda *_: None)
+    monkeypatch.setattr(agents, "_START_S", 0.1)
+    assert "did not start within 0.1 s" in sample(LOOP, scripted).lost["g0"]
+
+
 @pytest.mark.parametrize(
     "body, reason, said",
     [
@@ -188,9 +233,13 @@ def test_an_agent_that_fails_fails_its_group(
 def test_arguments_that_the_agent_does_not_take_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def agent(client, task, turns=2):\n    return 1.0\n")
     assert make(str(tmp_path / "a.py"), turns=3, num_train=5, num_test=2).num_items("test") == 2
+    loop = "class Mine:\n    def __init__(self, turns=2): ...\n    def run(self, client, task): ...\n    def reward(self, task, result): ..."
+    (tmp_path / "b.py").write_text(loop)
+    assert make(str(tmp_path / "b.py"), turns=3, num_test=2).num_items("test") == 2
     for wrong in ({"task": "count"}, {"turn": 1}):
-        with pytest.raises(UserInputError, match="env.kwargs"):
-            make(str(tmp_path / "a.py"), **wrong)
+        for name in "ab":
+            with pytest.raises(UserInputError, match="env.kwargs"):
+                make(str(tmp_path / f"{name}.py"), **wrong)
 
 
 def test_budgets_and_tokens_bound_an_episode(sample: Callable[..., RolloutResult], scripted: ScriptedEngine) -> None:
@@ -223,29 +272,85 @@ def test_the_pages_agent(sample: Callable[..., RolloutResult], tiny_folder: Path
     assert {one.reward for one in found} == {0.0, 0.5, 1.0} and len(source.splitlines()) < 40
 
 
-def test_the_agents_sdk_with_a_tool(sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:
-    source = """
+# The same agent in several frameworks: it may look at a lamp, and is asked twice in one conversation.
+LOOK = """
+def look(where: str) -> str:
+    '''Look at the lamp.
+
+    Args:
+        where: Where to look.
+    '''
+    return f"a {where} lamp"
+"""
+FRAMEWORKS = {
+    "openai_agents": """
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 set_tracing_disabled(True)
 
-@function_tool
-def look(where: str) -> str:
-    return f"a {where} lamp"
+async def agent(client, task):
+    model = OpenAIChatCompletionsModel(task.model, client)
+    lamp = Agent("lamp", instructions="Look.", tools=[function_tool(look)], model=model)
+    first = await Runner.run(lamp, "Which lamp is it?")
+    second = await Runner.run(lamp, [*first.to_input_list(), {"role": "user", "content": "Again?"}])
+    return float(first.final_output == second.final_output == "red")
+""",
+    "pydantic_ai": """
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 async def agent(client, task):
-    lamp = Agent("lamp", instructions="Look.", tools=[look], model=OpenAIChatCompletionsModel(task.model, client))
-    said = (await Runner.run(lamp, "Which lamp is it?")).final_output
-    return float(said == "red")
-"""
-    text = text_side(tiny_folder)
+    model = OpenAIChatModel(task.model, provider=OpenAIProvider(openai_client=client))
+    lamp = Agent(model, system_prompt="Look.", tools=[look])
+    first = await lamp.run("Which lamp is it?")
+    second = await lamp.run("Again?", message_history=first.all_messages())
+    return float(first.output == second.output == "red")
+""",
+    "langchain": """
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+async def agent(client, task):
+    tools = [tool(look)]
+    model = ChatOpenAI(model=task.model, base_url=task.base_url, api_key=task.api_key).bind_tools(tools)
+    messages = [SystemMessage("Look.")]
+    for asked in ("Which lamp is it?", "Again?"):
+        messages.append(HumanMessage(asked))
+        messages.append(await model.ainvoke(messages))
+        while messages[-1].tool_calls:
+            messages += [await tools[0].ainvoke(call) for call in messages[-1].tool_calls]
+            messages.append(await model.ainvoke(messages))
+    return float(messages[-1].content == "red")
+""",
+    "smolagents": """
+from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+def agent(client, task):
+    model = OpenAIModel(task.model, api_base=task.base_url, api_key=task.api_key, tool_choice="auto")
+    lamp = ToolCallingAgent([tool(look)], model, instructions="Look.", max_steps=4, verbosity_level=0)
+    first = lamp.run("Which lamp is it?")
+    return float(first == lamp.run("Again?", reset=False) == "red")
+""",
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_frameworks_with_a_tool(framework: str, sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:
+    """What is sent back as it was sampled goes on; smolagents sends calls as another text, and each begins a segment."""
+    text, is_smol = text_side(tiny_folder), framework == "smolagents"
 
     def answer(request: GenerationRequest, k: int) -> str:
-        seen = text.codec.text_of(request.prompt_ids)
-        call = '<tool_call>\n{"name": "look", "arguments": {"where": "red"}}\n</tool_call>'
-        return "red" if "a red lamp" in seen else call
+        looked = "a red lamp" in text.codec.text_of(request.prompt_ids)
+        if looked and not is_smol:
+            return "red"
+        name, arguments = ("final_answer", {"answer": "red"}) if looked else ("look", {"where": "red"})
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
-    found = trajectories(sample(source, ScriptedEngine(text, answer), rollout__max_new_tokens_per_turn=64))
-    assert [(one.reward, len(one.turns), len(one.segments)) for one in found] == [(1.0, 2, 0)] * 2
+    engine, most = ScriptedEngine(text, answer), {"serving__max_context": 8192}  # smolagents' own instructions are long
+    found = trajectories(sample(LOOK + FRAMEWORKS[framework], engine, rollout__max_new_tokens_per_turn=64, **most))
+    assert [(one.reward, len(one.turns), len(one.segments)) for one in found] == [(1.0, 3, 3 * is_smol)] * 2
+    assert {one.info["untrained_calls"] for one in found} == {0}
 
 
 def test_two_episodes_never_mix(sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:

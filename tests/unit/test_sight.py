@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_support import picture
+from core_support import picture, run_config
 from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
 from real_shapes import build
 
@@ -300,6 +300,26 @@ def test_one_token_that_is_not_sure_tells() -> None:
     # Hundreds of sure tokens do not hide the one that changes.
     sure = [np.zeros(5000, dtype=np.float32)]
     assert learner_is_blind(true + sure, other + sure) is None
+
+
+def test_a_picture_that_only_a_later_turn_has_tells() -> None:
+    """As a tool's result: what comes before it is the same with blank pictures."""
+    true, seen = said([7, 2, 5, 2], [-0.9, -0.4, -0.8, -0.1]), said([7, 2, 5, 2], [-0.9, -0.4, -0.6, -0.1])
+    for one in (true, seen):
+        one.turns = (Turn(1, 3, 1, StopReason.END_OF_TURN), Turn(3, 5, 1, StopReason.END_OF_TURN))
+    assert engine_is_blind([true], [true], [seen]) is None
+    assert engine_is_blind([true], [true], [true]) is not None
+
+
+@pytest.mark.parametrize(("shown", "names"), [([False, True], []), ([True, True], ["learner_blind"])])
+def test_what_comes_before_the_first_picture_makes_no_learner_blind(
+    shown: list[bool], names: list[str], tiny_folder: Path
+) -> None:
+    one = replace(said([7, 2], [-0.9, 0.0]), images=(blank(32, 32),))
+    figures = {"true": [one.logprobs[1:]], "blank": [one.logprobs[1:]], "shown": [np.array(shown)]}
+    probe = SightProbe(run_config(tiny_folder), lambda *_: dict(figures), lambda _: [])
+    _, faults = probe.measure([TrajectoryGroup("g", 0, [one])], version=1, done=0)
+    assert [fault.name for fault in faults] == names
 
 
 def test_faults_end_a_run_or_are_told() -> None:

@@ -181,7 +181,7 @@ def test_a_learner_gives_back_memory_after_the_proof_of_sight(monkeypatch: pytes
             backbone=SimpleNamespace(device=torch.device("cuda")), text=SimpleNamespace(images=None)
         )
         learner.updater = SimpleNamespace(recompute=lambda trajectories: [])  # type: ignore[assignment]
-        assert learner.sight_logprobs([], counterfactuals=False) == {"true": [], "blank": []}
+        assert learner.sight_logprobs([], counterfactuals=False) == {"true": [], "blank": [], "shown": []}
         assert len(freed) == run.takes_turns
 
 

@@ -35,6 +35,8 @@ def interface_of(found: Any) -> str | None:
     if not isinstance(found, type):
         is_slime = _parameters(found) >= {"sample", "args"}
         return "slime" if is_slime else FUNCTIONS.get(getattr(found, "__name__", ""))
+    if _parameters(getattr(found, "run", None)) >= {"client", "task"} and callable(getattr(found, "reward", None)):
+        return "agent"
     methods = [getattr(found, name, None) for name in ("reset", "step", "system_prompt")]
     if all(map(inspect.iscoroutinefunction, methods)):
         return "VAGEN"

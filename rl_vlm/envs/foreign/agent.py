@@ -1,7 +1,8 @@
 """Run an agent of the user's own: `async def agent(client, task)` talks to the policy as to any OpenAI server.
 
 It returns the episode's reward: a number, or a `Reply` that has facts beside it. `client` is an `openai.AsyncOpenAI`
-(`openai.OpenAI` for a `def` without `async`); other clients use `task.base_url` and `task.api_key`.
+(`openai.OpenAI` for a `def` without `async`); other clients use `task.base_url` and `task.api_key`. A class has the
+loop in `run(client, task)`, and the reward in `reward(task, result)`, whose result is what the loop returned.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,11 @@ class AgentTask:
     def split(self) -> str:
         return self.item.split
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """What a program that is started for this episode has to find in its environment."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
     def random(self) -> np.random.Generator:
         """Random numbers of this item alone."""
         return self.item.random()
@@ -54,7 +61,8 @@ class AgentEnv(EpisodeEnv):
     """The items that an agent is given. A run's env runners play it with `act`; no one can step it.
 
     `data` holds questions as `Geo3k-v0` reads them. Without data the items are `num_train` and `num_test` numbers, or
-    numbers without end. Further arguments are the agent's own keywords.
+    numbers without end. Further arguments are the agent's own keywords: of the function, or of the class, of which each
+    episode has an object.
     """
 
     def __init__(
@@ -66,10 +74,10 @@ class AgentEnv(EpisodeEnv):
         **arguments: Any,
     ) -> None:
         try:
-            inspect.signature(agent).bind("client", "task", **arguments)
+            inspect.signature(agent).bind(*(() if isinstance(agent, type) else ("client", "task")), **arguments)
         except TypeError as error:
             raise UserInputError(
-                f"agent(client, task) does not take these arguments ({error}): correct env.kwargs, or --env-arg."
+                f"{agent.__name__} does not take these arguments ({error}): correct env.kwargs, or --env-arg."
             ) from error
         rows = TableSet(QUESTIONS, data) if data is not None else None
         super().__init__(num_train=num_train, num_test=num_test, rows=rows)
@@ -90,18 +98,30 @@ class AgentEnv(EpisodeEnv):
         asked = {"question": question.problem, "answer": question.answer} if question is not None else {}
         images = tuple(image.to_pil() for image in question.images) if question is not None else ()
         task = AgentTask(self._item, base_url, api_key, **asked, images=images)
-        said = asyncio.run(self._run(task)) if inspect.iscoroutinefunction(self._agent) else self._call(task)
+        if isinstance(self._agent, type):
+            played = self._agent(**self._arguments)
+            said = played.reward(task, _play(played.run, task))
+        else:
+            said = _play(partial(self._agent, **self._arguments), task)
         if isinstance(said, Reply):
             return Reply(as_reward(said.reward, "agent()"), info=dict(said.info), truncated=said.truncated)
         return Reply(as_reward(said, "agent()"))
 
-    async def _run(self, task: AgentTask) -> Any:
-        async with _openai().AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            return await self._agent(client, task, **self._arguments)
 
-    def _call(self, task: AgentTask) -> Any:
-        with _openai().OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            return self._agent(client, task, **self._arguments)
+def _play(loop: Callable[..., Any], task: AgentTask) -> Any:
+    """What a loop returns, with asyncio or without."""
+    openai, place = _openai(), {"base_url": task.base_url, "api_key": task.api_key}
+    # Plain HTTP on this machine: without a proxy, and without certificates, which take 25 ms to read.
+    how = {"verify": False, "trust_env": False}
+
+    async def play() -> Any:
+        async with openai.AsyncOpenAI(**place, http_client=openai.DefaultAsyncHttpxClient(**how)) as client:
+            return await loop(client, task)
+
+    if inspect.iscoroutinefunction(loop):
+        return asyncio.run(play())
+    with openai.OpenAI(**place, http_client=openai.DefaultHttpxClient(**how)) as client:
+        return loop(client, task)
 
 
 def _openai() -> Any:

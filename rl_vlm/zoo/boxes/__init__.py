@@ -1,0 +1,1 @@
+"""An agent that opens boxes, one of which holds a card."""
