@@ -22,7 +22,7 @@ from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import UpdateStats
-from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.learning.update import Found, PolicyUpdater
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 GROUPS, SIZE, LENGTH, MAX_NEW_TOKENS = 3, 4, 12, 20
@@ -197,8 +197,8 @@ class GivenLogprobs(PolicyUpdater):
         super().__init__(policy, PolicyConfig(algorithm=settings))
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def logprobs(self, micro: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor, None]:
-        return *self.given[id(micro)], None
+    def logprobs(self, micro: MicroBatch, entropy: str = "none") -> Found:
+        return Found(*self.given[id(micro)], None, None)
 
 
 def micro_batch(samples: list[Sample]) -> MicroBatch:

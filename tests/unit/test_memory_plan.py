@@ -167,7 +167,10 @@ def test_the_table_of_the_docs_is_what_the_plan_says() -> None:
     assert script["PAGE"].read_text() == script["page"]()  # python docs/memory_table.py writes it
     rows = [line.strip("| ").split(" | ") for line in script["table"]().splitlines()]
     # 2 × 2.13 * 10^9 bytes of weights, and 14.4 GiB at 112 KiB a token are 131 samples of 1,024.
-    assert rows[2][:3] == ["geo3k_2b, qa_2b, zoom_2b", "24 GB", "4.0"] and rows[2][11:13] == ["14.4", "131, 393, 786"]
+    assert rows[2][:3] == ["agent_2b, geo3k_2b, qa_2b, zoom_2b", "24 GB", "4.0"] and rows[2][11:13] == [
+        "14.4",
+        "131, 393, 786",
+    ]
 
 
 def test_a_plan_places_a_recipe_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
