@@ -266,9 +266,12 @@ async def agent(client, task):
 
 def test_the_pages_agent(sample: Callable[..., RolloutResult], tiny_folder: Path) -> None:
     source = (Path(__file__).parents[2] / "docs/agents.md").read_text().split("```python\n")[1].split("```")[0]
-    words = iter(["red", "lime", "blue", "yellow"] * 9)
-    engine = ScriptedEngine(text_side(tiny_folder), lambda request, k: next(words))
-    found = trajectories(sample(source, engine, groups=4, size=4))
+    text = text_side(tiny_folder)
+
+    def said(request: GenerationRequest, k: int) -> str:
+        return "lime" if "Try again" in text.codec.text_of(request.prompt_ids) else "red"
+
+    found = trajectories(sample(source, ScriptedEngine(text, said), groups=12, size=2))
     assert {one.reward for one in found} == {0.0, 0.5, 1.0} and len(source.splitlines()) < 40
 
 
