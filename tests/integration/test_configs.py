@@ -85,7 +85,7 @@ def test_every_gpu_recipe_passes_a_dry_run_on_a_node_of_eight_gpus(
     run = load_config(name)
     size = run.model.path.removeprefix("Qwen/Qwen3-VL-").removesuffix("-Instruct").lower()
     changes = [f"model.path={model_folders[size]}"]
-    if run.teacher is not None:
+    if getattr(run, "teacher", None) is not None:
         changes.append(f"teacher.path={model_folders['8b']}")
     if run.env.id == "QA-v0":
         assert rl_vlm(["sft-example", str(tmp_path / "data")]) == 0
