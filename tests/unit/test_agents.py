@@ -310,13 +310,16 @@ async def agent(client, task):
     return float(first.output == second.output == "red")
 """,
     "langchain": """
+import httpx
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 async def agent(client, task):
     tools = [tool(look)]
-    model = ChatOpenAI(model=task.model, base_url=task.base_url, api_key=task.api_key).bind_tools(tools)
+    http = httpx.AsyncClient()  # LangChain would share one with the other episodes, each of which has its own event loop
+    chat = ChatOpenAI(model=task.model, base_url=task.base_url, api_key=task.api_key, http_async_client=http)
+    model = chat.bind_tools(tools)
     messages = [SystemMessage("Look.")]
     for asked in ("Which lamp is it?", "Again?"):
         messages.append(HumanMessage(asked))
