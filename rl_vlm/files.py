@@ -235,6 +235,18 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def built_once(name: str, build: Callable[[Path], object]) -> Path:
+    """The folder of that name in the cache, which `build` makes on first use, complete or not at all. Of many processes
+    at once one builds, and the others wait."""
+    folder = cache_folder() / name
+    if not folder.is_dir():
+        with locked(folder.with_name(f"{name}.lock")):
+            if not folder.is_dir():  # another process may have built it meanwhile
+                clean_leftovers(folder.parent, name)  # of a build that was killed
+                build(folder)
+    return folder
+
+
 def to_jsonable(value: Any) -> Any:
     """`value` in JSON's own types: numpy becomes plain, nan and infinity become null, what is unknown its text."""
     if value is None or isinstance(value, bool | int):

@@ -18,8 +18,17 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rl_vlm.config import LearnerSection, PolicyConfig, RolloutSection, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
-from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
+from rl_vlm.learning.experience import Estimate
+from rl_vlm.learning.plan import (
+    UpdateBatch,
+    UpdateStats,
+    divide,
+    estimate_advantages,
+    make_experience,
+    update_batches,
+)
 from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.types import (
@@ -235,6 +244,17 @@ def batch_of(*steps: Sequence[Sequence[Sample]]) -> UpdateBatch:
         {},
         [1.0] * len(steps),
     )
+
+
+def first_gradient(policy: PolicyModel, run: PolicyConfig, group: TrajectoryGroup, estimate: Estimate) -> torch.Tensor:
+    """Of the first step on a group, as a learner computes it."""
+    (batch,) = update_batches(divide([group], run, np.random.default_rng(0), estimate), estimate)
+    updater = PolicyUpdater(policy, run)
+    policy.model.zero_grad(set_to_none=True)
+    (packed,) = updater.pack(batch)
+    for micro in packed:
+        updater.loss(micro, UpdateStats()).backward()
+    return gradient_vector(policy.parameters)
 
 
 def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:

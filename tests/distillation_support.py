@@ -42,8 +42,9 @@ def scored(
     if settings.get("divergence", "reverse") != "reverse":
         settings["top_k"] = TOP
     section = TeacherModelSection(path=str(folder), **settings)
-    teacher = Teacher(section, EngineClient(served), -1, load_text_side(folder, pixels), text_side(folder))
-    found = [one.teacher for one in asyncio.run(teacher.score(group, other)).trajectories if one.teacher is not None]
+    teacher = Teacher(section, EngineClient(served), -1, load_text_side(folder, pixels))
+    whole = asyncio.run(teacher.score(group, text_side(folder), other))
+    found = [one.teacher for one in whole.trajectories if one.teacher is not None]
     if engine is None:
         asyncio.run(served.close())
     return found

@@ -67,10 +67,15 @@ class Question:
     grammar: Grammar | None = None
 
     def with_reason(self) -> Question:
-        """The last message also asks for a reason: JSON of it and then one of the choices, which are numbers."""
+        """The last message also asks for a reason: JSON of it and then one of the choices. Choices that are no numbers
+        are asked for alone."""
+        try:
+            numbers = list(map(json.loads, self.choices))
+        except ValueError:
+            return self
         *before, last = self.messages
         reason = {"type": "string", "maxLength": _REASON_CHARS}
-        properties = {"reason": reason, "verdict": {"enum": list(map(json.loads, self.choices))}}
+        properties = {"reason": reason, "verdict": {"enum": numbers}}
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         return replace(
             self,

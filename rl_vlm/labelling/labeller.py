@@ -247,8 +247,7 @@ class VLMLabeller(Labeller):
     ) -> Question:
         seed = derive_seed(self._seed, self._sessions, *key, attempt)
         question = Question((message,), limit, self._settings.temperature, choices, seed)
-        in_json = choices in (CHOICES, SCORE_CHOICES) and self._settings.guided == "reason"  # words are no JSON
-        return question.with_reason() if in_json else question
+        return question.with_reason() if choices and self._settings.guided == "reason" else question
 
     def _count_retry(self, error: EndpointError) -> None:
         self.stats.retries += 1

@@ -138,10 +138,11 @@ class RolloutWorker:
     async def _taught(self, group: TrajectoryGroup, task: RolloutTask) -> TrajectoryGroup:
         assert self._teacher is not None
         if self._teacher.settings.view != "swapped":
-            return await self._teacher.score(group)
+            return await self._teacher.score(group, self._text)
         other = replace(task, view="swapped", other_index=abs(task.index - 1))  # every environment has items 0 and 1
         images = group.trajectories[0].images
-        return await self._teacher.score(group, await viewed_opening(images, other, self.pools.of(task)))
+        shown = await viewed_opening(images, other, self.pools.of(task))
+        return await self._teacher.score(group, self._text, shown)
 
     def _agents(self) -> AgentEndpoint:
         if self._endpoint is None:
@@ -193,18 +194,18 @@ class VLMEnvRunner(RunEnvRunner):
         run_id, model, key = self.config.run_id, self.config.model, self.config.policy_key
         assert model is not None  # `PolicyAlgorithmConfig.serve_from` has set it
         folder = model.on_this_node()
-        teacher = self._find_teacher(run, folder, num_workers) if self.config.teacher is not None else None
+        teacher = self._find_teacher(run, num_workers) if self.config.teacher is not None else None
         self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers, key, teacher=teacher)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
 
-    def _find_teacher(self, run: PolicyConfig, policy: Path, num_workers: int) -> Teacher:
+    def _find_teacher(self, run: PolicyConfig, num_workers: int) -> Teacher:
         there, served = self.config.teacher, run.served_teacher
         assert there is not None and run.teacher is not None
         places = homes(OWN, self.place, num_workers, served.serving)
         client = PolicyClient(there.run_id, deadline_s=served.serving.request_timeout_s, homes=places)
         text = load_text_side(there.model.on_this_node(), served.model.pixels)
-        return Teacher(run.teacher, client, there.version, text, load_text_side(policy, run.model.pixels))
+        return Teacher(run.teacher, client, there.version, text)
 
     @staticmethod
     def concurrent_calls(run: Any) -> int:

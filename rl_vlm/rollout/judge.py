@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -52,6 +52,11 @@ async def opened_judge(answered: AnsweredGroup) -> AsyncIterator[AskOne]:
         yield ask_one
 
 
+def filled(question: str, texts: Mapping[str, str]) -> str:
+    """The question with texts in the places of its placeholders. In one pass: a text that holds one stays as it is."""
+    return re.sub("|".join(map(re.escape, texts)), lambda match: texts[match[0]], question)
+
+
 async def compare(
     ask: AskOne,
     settings: JudgeSection,
@@ -67,9 +72,7 @@ async def compare(
 
     async def reply(first: str, second: str) -> Answer:
         texts = {"{first}": first, "{second}": second}
-        # In one pass: a text that holds a placeholder is left as it is.
-        question = re.sub(r"\{first\}|\{second\}", lambda match: texts[match[0]], settings.question)
-        return await ask((*images, question), CHOICES)
+        return await ask((*images, filled(settings.question, texts)), CHOICES)
 
     replies = await all_or_none([reply(ours, theirs), reply(theirs, ours)])
     shown_first = [_preference(one.lines) for one in replies]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl_vlm.asking import Answer
 from rl_vlm.config import PropositionSection
 from rl_vlm.config.complaints import explain
 from rl_vlm.rewards.judged import quoted, repeats, why_not_judged
-from rl_vlm.rollout.judge import AskOne, opened_judge
+from rl_vlm.rollout.judge import AskOne, filled, opened_judge
 from rl_vlm.rollout.reward_parts import AnsweredGroup, PartResult, register_reward_part
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import EncodedImage, Trajectory, UserInputError
@@ -48,7 +48,7 @@ async def rubric(answered: AnsweredGroup) -> PartResult:
             shown = _episode(answered, one, said, most)
 
         async def likely(text: str) -> float:
-            question = _filled(settings.question, {"{proposition}": text})
+            question = filled(settings.question, {"{proposition}": text})
             return _probability(await ask((*shown, question), ("yes", "no")), "yes")
 
         async def share_of(proposition: PropositionSection) -> float:
@@ -138,7 +138,7 @@ async def group_judge(answered: AnsweredGroup) -> PartResult:
         order = Random(f"{answered.group.group_id} {number}").sample(range(len(texts)), len(texts))
         lines = "\n".join(f"{letter}: {texts[place]}" for letter, place in zip(LETTERS, order, strict=False))
         letters = tuple(LETTERS[: len(texts)])
-        question = _filled(settings.question, {"{answers}": lines})
+        question = filled(settings.question, {"{answers}": lines})
         answer = await ask((*members[0].images, question), letters)
         found = np.zeros(len(texts))
         for letter, place in zip(letters, order, strict=True):
@@ -161,7 +161,7 @@ async def progress(answered: AnsweredGroup) -> PartResult:
     task = settings.task or next((str(one.info["task"]) for one in members if "task" in one.info), "")
     if not task:
         raise UserInputError("The reward part progress needs to know the task: set env.reward.progress.task.")
-    question = _filled(settings.question, {"{task}": task})
+    question = filled(settings.question, {"{task}": task})
 
     async def likely(ask: AskOne, images: Sequence[EncodedImage]) -> float:
         chosen = np.linspace(0, len(images) - 1, min(settings.pictures, len(images))).round().astype(int)
@@ -183,9 +183,3 @@ def _probability(answer: Answer, choice: str) -> float:
         return answer.probabilities[choice]
     words = re.findall(r"\w+", answer.lines.strip().rpartition("\n")[2].lower())
     return float(words[-1:] == [choice.lower()])
-
-
-def _filled(question: str, texts: Mapping[str, str]) -> str:
-    """In one pass: a text that holds a placeholder is left as it is."""
-    pattern = "|".join(map(re.escape, texts))
-    return re.sub(pattern, lambda match: texts[match[0]], question)

@@ -30,21 +30,21 @@ from rl_vlm.waiting import all_or_none
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """Asks a served model of which `version` (-1: without an adapter) answers. `text` is its own, `policy` that of the
-    policy's model."""
+    """Asks a served model of which `version` (-1: without an adapter) answers. `text` is its own."""
 
     settings: TeacherModelSection
     client: Client
     version: int
     text: TextSide
-    policy: TextSide
 
-    async def score(self, group: TrajectoryGroup, other_images: Sequence[EncodedImage] = ()) -> TrajectoryGroup:
-        """The group with `Trajectory.teacher`; `other_images` are what a `swapped` view shows. Raises
-        GroupFailedError."""
+    async def score(
+        self, group: TrajectoryGroup, policy: TextSide, other_images: Sequence[EncodedImage] = ()
+    ) -> TrajectoryGroup:
+        """The group with `Trajectory.teacher`. `policy` has encoded it, and `other_images` are what a `swapped` view
+        shows. Raises GroupFailedError."""
         try:
             parts = [part for one in group.trajectories for part in one.parts]
-            found = await all_or_none([self._score(part, other_images) for part in parts])
+            found = await all_or_none([self._score(part, policy, other_images) for part in parts])
         except RLVLMError as error:
             raise GroupFailedError("teacher", f"The teacher did not answer: {error}") from error
         scored = []
@@ -53,7 +53,7 @@ class Teacher:
             scored.append(replace(one, teacher=TeacherScores.joined(own)))
         return replace(group, trajectories=scored)
 
-    async def _score(self, part: Trajectory, other_images: Sequence[EncodedImage]) -> TeacherScores:
+    async def _score(self, part: Trajectory, policy: TextSide, other_images: Sequence[EncodedImage]) -> TeacherScores:
         images, top = self._seen(part.images, other_images), self._top
         hint = np.zeros(0, np.int32)
         if self.settings.hint:
@@ -62,7 +62,7 @@ class Teacher:
         completion = await self.client.generate(
             GenerationRequest(
                 f"{part.trajectory_id}/{part.sampled_before}/teacher",
-                np.concatenate([hint, self.policy.collapse(part.token_ids, part.images)]),
+                np.concatenate([hint, policy.collapse(part.token_ids, part.images)]),
                 SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=top),
                 images,
                 self.version,
@@ -71,7 +71,7 @@ class Teacher:
         places: list[TopLogprobs] = []
         for turn in part.turns:
             # Not the policy's own places: the teacher's pictures may be larger.
-            before = self.policy.collapse(part.token_ids[: turn.start], part.images)
+            before = policy.collapse(part.token_ids[: turn.start], part.images)
             shown = images[: int((before == self.text.codec.image_token_id).sum())]
             start = len(hint) + len(self.text.expand(before, shown)) - 1  # the first token of a prompt has no score
             places += completion.prompt_logprobs[start : start + turn.stop - turn.start]

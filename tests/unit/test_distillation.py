@@ -12,6 +12,7 @@ import pytest
 import torch
 from core_support import (
     adapted_policy,
+    first_gradient,
     gradient_vector,
     picture,
     reference_logits,
@@ -25,8 +26,6 @@ from rl_vlm.algorithms.distill import Distill
 from rl_vlm.config import TeacherModelSection, parse_config
 from rl_vlm.learning.distillation import divergence, toward_teacher
 from rl_vlm.learning.experience import Estimate
-from rl_vlm.learning.plan import UpdateStats, divide, update_batches
-from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.runs.policy_checks import inspect_policy_run
 from rl_vlm.types import UserInputError
@@ -106,13 +105,7 @@ def test_the_gradient_equals_that_of_a_plain_loop(tiny_folder: Path, kind: str) 
     members = group.trajectories
     gaps = {one.trajectory_id: one.teacher.logprobs - one.logprobs[one.loss_mask] for one in members if one.teacher}
     estimate = toward_teacher(gaps, None, run.teacher)
-    (batch,) = update_batches(divide([group], run, np.random.default_rng(0), estimate), estimate)
-    updater = PolicyUpdater(policy, run)
-    policy.model.zero_grad(set_to_none=True)
-    (packed,) = updater.pack(batch)
-    for micro in packed:
-        updater.loss(micro, UpdateStats()).backward()
-    found = gradient_vector(policy.parameters)
+    found = first_gradient(policy, run, group, estimate)
 
     policy.model.zero_grad(set_to_none=True)
     loss = torch.zeros(())

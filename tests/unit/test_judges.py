@@ -39,7 +39,7 @@ class Bench:
         self.endpoint = ScriptedEndpoint(lambda question: "")
 
     def pay(
-        self, judge: Callable[[str], object], part: str, members: list[Trajectory], **settings: Any
+        self, judge: Callable[[str], object], part: str, members: list[Trajectory], /, **settings: Any
     ) -> TrajectoryGroup:
         self.endpoint = ScriptedEndpoint(lambda question: judge(question.messages[0].text))
         self._patch.setattr(judge_module, "ServedEndpoint", lambda *_: self.endpoint)
@@ -98,6 +98,16 @@ def test_a_judge_that_always_agrees_decides_nothing_where_the_opposite_is_asked(
         lambda _: yes(1.0), "rubric", [said(bench, "a ball")], rubric={"propositions": [both]}
     ).rewards == [0.5]
     assert len(bench.questions) == 2
+
+
+@pytest.mark.parametrize(("part", "said_by_judge", "paid"), [("rubric", "yes", 1.0), ("group_judge", "A", 0.75)])
+def test_choices_that_are_words_are_asked_for_without_a_reason(
+    bench: Bench, part: str, said_by_judge: str, paid: float
+) -> None:
+    members = [said(bench, "a ball"), said(bench, "a red ball")]
+    settings: dict[str, Any] = {"rubric": {"propositions": [NAMES]}, "group_judge": {"orders": 1}}
+    group = bench.pay(lambda _: said_by_judge, part, members, judge={"guided": "reason"}, **settings)
+    assert max(group.rewards) == paid and bench.questions[0].choices and bench.questions[0].grammar is None
 
 
 def test_a_rubric_of_an_episode_shows_pictures_and_answers_in_turn(bench: Bench) -> None:

@@ -14,6 +14,7 @@ import torch
 from core_support import (
     adapted_policy,
     builder_of,
+    first_gradient,
     gradient_vector,
     reference_logprobs,
     run_config,
@@ -27,8 +28,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import EpisodeEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.learning.batching import gathered
-from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
-from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.learning.plan import estimate_advantages, make_experience
 from rl_vlm.models.images import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
@@ -204,13 +204,7 @@ def test_advantages_weights_and_gradients_equal_a_plain_loop(
     )  # fmt: skip
     experience = make_experience([group], run, rng)
     estimate = estimate_advantages(experience, run.algorithm)
-    (batch,) = update_batches(divide([group], run, np.random.default_rng(0), estimate), estimate)
-    updater = PolicyUpdater(policy, run)
-    policy.model.zero_grad(set_to_none=True)
-    (packed,) = updater.pack(batch)
-    for micro in packed:
-        updater.loss(micro, UpdateStats()).backward()
-    found = gradient_vector(policy.parameters)
+    found = first_gradient(policy, run, group, estimate)
 
     rewards = np.array([sum(turn.reward for turn in one.turns) for one in members])
     policy.model.zero_grad(set_to_none=True)

@@ -10,7 +10,6 @@ on from FOLDER/newest.pt, and FOLDER/model becomes MODEL with what was learned.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,14 +23,15 @@ import torch
 from tools.eyes.asking import LETTERS
 from tools.eyes.brush import SHAPES
 from tools.eyes.cells import GROUPS, SIDES, CellNames, Mosaics, mosaic, named
-from tools.eyes.muon import Optimizer
+from tools.eyes.train import RATE, State, rate_at
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoProcessor
 
 from rl_vlm.files import replace_folder
 from rl_vlm.models.loading import load_model, resolve_model, save_model
 
-RATE, RISE, FALL = 2e-3, 100, 0.3  # the highest learning rate, steps until it, and the share of steps in which it falls
+RISE, FALL = 100, 0.3  # steps until the highest learning rate, and the share of steps in which it falls
 READ = ("what", "colour")  # the groups whose words a feature is to be
 LOG_EVERY = 50
 
@@ -81,39 +81,6 @@ class Cells(CellNames):
         return torch.stack(chosen).mean(), distance, scores
 
 
-class State:
-    """Model, optimizer and step; all but the language model is kept in FOLDER/newest.pt."""
-
-    def __init__(self, model: str, folder: Path) -> None:
-        from transformers import AutoProcessor
-
-        source = resolve_model(model)
-        self.processor, self.model = AutoProcessor.from_pretrained(source), load_model(source)
-        inner: Any = self.model.model
-        self.learned = nn.ModuleDict({"tower": inner.vision_model, "connector": inner.connector}).requires_grad_(True)
-        self.optimizer, self.step, self._newest = Optimizer(self.learned, RATE), 0, folder / "newest.pt"
-        if self._newest.exists():
-            saved = torch.load(self._newest, weights_only=True)
-            self.learned.load_state_dict(saved["learned"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.step = saved["step"]
-
-    def save(self) -> None:
-        parts = {"learned": self.learned.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
-        torch.save(parts, self._newest.with_suffix(".new"))
-        os.replace(self._newest.with_suffix(".new"), self._newest)
-
-    def write(self, folder: Path) -> None:
-        """The model's folder, in bfloat16."""
-        with replace_folder(folder) as draft:
-            save_model(self.model.bfloat16(), draft)
-            self.processor.save_pretrained(draft)
-
-
-def rate_at(step: int, total: int) -> float:
-    return RATE * min(1.0, (step + 1) / RISE) * min(1.0, (total - step) / (FALL * total))
-
-
 @torch.no_grad()
 def grade(cells: Cells, pictures: int = 256) -> dict[str, float]:
     """The share of cells of new pictures whose features are most like the right name."""
@@ -138,8 +105,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-every", type=float, default=300, help="seconds")
     args = parser.parse_args(words)
     args.folder.mkdir(parents=True, exist_ok=True)
-    state = State(args.model, args.folder)
-    cells, rng = Cells(state.model, state.processor), Random(f"tower {state.step}")
+    source = resolve_model(args.model)
+    processor, model = AutoProcessor.from_pretrained(source), load_model(source)
+    inner: Any = model.model
+    learned = nn.ModuleDict({"tower": inner.vision_model, "connector": inner.connector}).requires_grad_(True)
+    state = State(args.folder, learned, RATE)  # the language model is not kept: it stays as it is
+    cells, rng = Cells(model, processor), Random(f"tower {state.step}")
     first, printed, sums = state.step, state.step, [0.0, 0.0]
     started = saved_at = time.monotonic()
     with ThreadPoolExecutor(1) as pool:  # a batch is drawn while the model computes the one before
@@ -148,8 +119,8 @@ def main(words: Sequence[str] | None = None) -> None:
             mosaics, upcoming = upcoming.result(), pool.submit(cells.draw, rng, args.batch)
             chosen, distance, _ = cells.losses(mosaics)
             (chosen + distance).backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(state.learned.parameters(), 1.0)
-            state.optimizer.step(rate_at(state.step, args.steps))
+            torch.nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
+            state.optimizer.step(rate_at(state.step, args.steps, RISE, FALL))
             state.step += 1
             sums = [total + float(part.detach()) for total, part in zip(sums, (chosen, distance), strict=True)]
             now = time.monotonic()
@@ -165,7 +136,9 @@ def main(words: Sequence[str] | None = None) -> None:
                 saved_at = now
     state.save()
     print("right cells:", ", ".join(f"{kind} {share:.2f}" for kind, share in grade(cells).items()))
-    state.write(args.folder / "model")
+    with replace_folder(args.folder / "model") as draft:
+        save_model(model.bfloat16(), draft)
+        processor.save_pretrained(draft)
 
 
 if __name__ == "__main__":

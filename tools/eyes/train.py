@@ -41,8 +41,8 @@ LENGTHS = (40, 64, 96, 144, 220)  # tokens: rows of similar length share a forwa
 LOG_EVERY = 50
 
 
-def rate_at(step: int, total: int) -> float:
-    return RATE * min(1.0, (step + 1) / RISE) * min(1.0, (total - step) / (FALL * total))
+def rate_at(step: int, total: int, rise: int = RISE, fall: float = FALL) -> float:
+    return RATE * min(1.0, (step + 1) / rise) * min(1.0, (total - step) / (fall * total))
 
 
 def add_gradients(model: Any, examples: list[Example], pad: int, total: Tensor) -> float:
@@ -86,12 +86,11 @@ def processor_of(folder: Path) -> Any:
 
 
 class State:
-    """Model, optimizer and step, kept in FOLDER/newest.pt."""
+    """What is trained, its optimizer and the step, kept in FOLDER/newest.pt."""
 
-    def __init__(self, folder: Path) -> None:
-        self.processor = processor_of(folder)
-        self.model = build_model(self.processor.tokenizer)
-        self.optimizer, self.step, self._newest = Optimizer(self.model, RATE), 0, folder / "newest.pt"
+    def __init__(self, folder: Path, model: Any, rate: float) -> None:
+        self.model, self.optimizer, self.step = model, Optimizer(model, rate), 0
+        self._newest = folder / "newest.pt"
         if self._newest.exists():
             saved = torch.load(self._newest, weights_only=True)
             self.model.load_state_dict(saved["model"])
@@ -107,7 +106,7 @@ class State:
 def begin(start: Path, folder: Path) -> None:
     """Begin a training with the words, the weights and the step of a model of `ship.py`; the optimizer begins anew."""
     shutil.copytree(start, folder / "processor", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    state = State(folder)
+    state = State(folder, build_model(processor_of(folder).tokenizer), RATE)
     with safe_open(start / "model.safetensors", "pt") as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
         state.step = int(file.metadata()["step"])
@@ -122,18 +121,19 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
     os.nice(args.nice)
     meeting = f"file://{folder.resolve()}/{args.meeting}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=args.workers)
-    state = State(folder)
-    model, encoder = state.model.train(), DialogueEncoder(state.processor)
-    names = CellNames(model, state.processor.tokenizer)
+    processor = processor_of(folder)
+    state = State(folder, build_model(processor.tokenizer), RATE)
+    model, encoder = state.model.train(), DialogueEncoder(processor)
+    names = CellNames(model, processor.tokenizer)
     number, count = state.step * args.workers + rank, args.batch // args.workers  # others after each interruption
     lessons, rng = Lessons(number), Random(f"mosaics {number}")
 
     def draw(step: int) -> tuple[list[Example], Mosaics]:
         done = step / args.steps  # the same for all workers: weights that have gradients depend on it
         if done < SEEING:
-            return [], draw_mosaics(rng, state.processor, count)
+            return [], draw_mosaics(rng, processor, count)
         examples = [encoder.encode_chat(lessons.draw(done < EARLY)) for _ in range(count)]
-        return examples, draw_mosaics(rng, state.processor, int(MOSAICS * count))
+        return examples, draw_mosaics(rng, processor, int(MOSAICS * count))
 
     first, mean, of = state.step, 0.0, ""
     started = saved_at = time.monotonic()

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.files import cache_folder, clean_leftovers, locked, replace_folder
+from rl_vlm.files import built_once, cache_folder, replace_folder
 from rl_vlm.models.hub import FetchError
 from rl_vlm.types import UserInputError
 
@@ -34,14 +34,7 @@ class SmolEyes:
 
     def folder(self, seed: int = 0) -> Path:
         """Its folder in the cache, downloaded and built on first use. Raises UserInputError, FetchError."""
-        cache = cache_folder()
-        folder = cache / f"smol-eyes-{seed}-{VERSION}"
-        if not folder.is_dir():
-            with locked(cache / f"{folder.name}.lock"):
-                if not folder.is_dir():  # another process may have built it meanwhile
-                    clean_leftovers(cache, folder.name)
-                    self.make(folder, seed)
-        return folder
+        return built_once(f"smol-eyes-{seed}-{VERSION}", lambda folder: self.make(folder, seed))
 
     def config(self) -> dict[str, Any]:
         return dict(build_config().to_dict())

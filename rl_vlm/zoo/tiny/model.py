@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.files import cache_folder, clean_leftovers, locked, replace_folder
+from rl_vlm.files import built_once, replace_folder
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.tiny import smol
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
     """The folder of the tiny model. Some of seed 0 come with the package. Others are built on first use (about a
     minute) under `~/.cache/rl_vlm`, or RL_VLM_CACHE.
-
-    Safe to call from many processes at once: one builds, the others wait.
     """
     known = variant_named(variant)
     if known.shipped and seed == 0:
@@ -44,14 +42,8 @@ def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
     lessons = known.version
     version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
-    cache = cache_folder()
-    folder = cache / f"tiny-{variant}-{seed}-{key}"
-    if not folder.is_dir():
-        with locked(cache / f"{folder.name}.lock"):
-            if not folder.is_dir():  # another process may have built it meanwhile
-                clean_leftovers(cache, folder.name)  # of a build that was killed
-                make_tiny(folder, seed=seed, variant=variant)
-    return folder
+    name = f"tiny-{variant}-{seed}-{key}"
+    return built_once(name, lambda folder: make_tiny(folder, seed=seed, variant=variant))
 
 
 def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: int | None = None) -> Path:
