@@ -21,7 +21,7 @@ from rl_vlm.runs.model_report import report
 
 @pytest.mark.parametrize(
     ("family", "packs", "end"),
-    [("idefics3", True, "<end_of_utterance>"), ("gemma3", False, "<end_of_turn>"), ("qwen3_5", False, "<|im_end|>")],
+    [("idefics3", True, "<end_of_utterance>"), ("gemma3", False, "<end_of_turn>"), ("qwen3_5", True, "<|im_end|>")],
 )
 def test_a_family_is_told(family: str, packs: bool, end: str, tmp_path: Path) -> None:
     facts = report(str(build(family, tmp_path / family)))

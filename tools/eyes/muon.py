@@ -35,13 +35,13 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """The matrix with singular values near one, by Newton-Schulz steps."""
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    x = (matrix.T if tall else matrix).bfloat16()  # as its authors do
     x = x / (x.norm() + 1e-7)
     a, b, c = _QUINTIC
     for _ in range(_STEPS):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
-    return x.T if tall else x
+    return (x.T if tall else x).float()
 
 
 class Optimizer:

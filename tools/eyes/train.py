@@ -27,6 +27,7 @@ from tools.eyes.cells import CellNames, Mosaics, draw_mosaics
 from tools.eyes.lessons import Lessons
 from tools.eyes.model import build_model, build_processor
 from tools.eyes.muon import Optimizer
+from tools.eyes.product import multiply_in_bfloat16
 from torch import Tensor
 
 from rl_vlm.files import replace_folder
@@ -124,6 +125,7 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
     processor = processor_of(folder)
     state = State(folder, build_model(processor.tokenizer), RATE)
     model, encoder = state.model.train(), DialogueEncoder(processor)
+    multiply_in_bfloat16(model)
     names = CellNames(model, processor.tokenizer)
     number, count = state.step * args.workers + rank, args.batch // args.workers  # others after each interruption
     lessons, rng = Lessons(number), Random(f"mosaics {number}")

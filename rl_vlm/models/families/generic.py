@@ -22,6 +22,7 @@ from rl_vlm.models.attention import NAME, SegmentLayout, dense_mask, segment_att
 from rl_vlm.models.images import ImageLayout, ReadAhead
 from rl_vlm.models.kernels import wide_product
 from rl_vlm.models.modules import HeadDType, text_model, towers
+from rl_vlm.models.recurrence import recurrent_layers, share_states
 from rl_vlm.types import EncodedImage, RLVLMError
 
 CACHE_BYTES = 256 << 20
@@ -89,12 +90,14 @@ class Backbone:
         inner: Any = type(self.model.model)
         self._arguments = inspect.signature(inner.forward).parameters
         # Whether a row may hold a prompt and several continuations, which takes layers that attend to all that a mask
-        # shows: sliding windows, linear attention and convolutions know no such mask, nor do images whose tokens see
-        # each other. With axes the types of tokens serve only to compute positions, which are given.
-        kinds = getattr(self._settings, "layer_types", None)
-        windows = kinds is None and getattr(self._settings, "sliding_window", None)
+        # shows, or whose state can be handed on: sliding windows and convolutions know no such mask, nor do images
+        # whose tokens see each other. With axes the types of tokens serve only to compute positions, which are given.
+        kinds = set(getattr(self._settings, "layer_types", None) or ())
+        windows = not kinds and getattr(self._settings, "sliding_window", None)
         plain = images.axes > 1 or not {"token_type_ids", "mm_token_type_ids"} & set(self._arguments)
-        self.packs = plain and not windows and set(kinds or ()) <= {"full_attention"}
+        self._recurrent = recurrent_layers(self.text)  # to which a mask cannot say what they see
+        packed = {"full_attention", "linear_attention"} if self._recurrent else {"full_attention"}
+        self.packs = plain and not windows and kinds <= packed
         self._image_arguments = inspect.signature(inner.get_image_features).parameters
 
     @property
@@ -170,14 +173,15 @@ class Backbone:
 
     def choose_attention(self, attention: Attention) -> None:
         """How the language model attends in packed rows from now on."""
-        self._attention = attention
-        if attention != "dense" and self.packs:
+        self._attention = "segments" if self._recurrent else attention
+        if self._attention != "dense" and self.packs:
             AttentionInterface.register(NAME, segment_attention)
             self.text.set_attn_implementation(NAME)
+            share_states(self._recurrent)
 
     def attention(self, segments: np.ndarray) -> Tensor | SegmentLayout:
         """What `hidden_states` takes for segments int [B, L]: 0 prompt, 1.. the continuations, -1 padding."""
-        if not self.packs:
+        if not self.packs or (self._recurrent and self._attention == "dense"):
             return torch.from_numpy(segments >= 0).to(self.device)
         if self._attention != "dense":
             layout = SegmentLayout.of(segments, self.device)
