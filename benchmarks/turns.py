@@ -15,15 +15,20 @@ HERE = Path(__file__).parent
 
 
 class Contender:
-    """The process of one contender. `script` is its file in this folder, and `environment` changes its variables."""
+    """The process of one contender. `script` is its file in benchmarks/ of the checkout `tree`, whose code it runs, and
+    `environment` changes its variables."""
 
-    def __init__(self, label: str, script: str, *arguments: object, **environment: str) -> None:
+    def __init__(
+        self, label: str, script: str, *arguments: object, tree: Path = HERE.parent, **environment: str
+    ) -> None:
         self.label = label
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(tree)}
+        python = own if (own := tree / ".venv/bin/python").exists() else sys.executable
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / script), *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=variables,
+            [str(python), str(tree / "benchmarks" / script), *map(str, arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, cwd=tree,
+            env=variables | environment,
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:

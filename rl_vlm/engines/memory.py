@@ -35,7 +35,7 @@ def samples_at_once(config: CommonConfig, shape: ModelShape, size: int) -> int:
     """Samples of mean length that one replica runs with `size` bytes for keys and values."""
     serving = config.serving
     most = serving.vllm.max_num_seqs if serving.expected_engine == "vllm" else serving.max_rows
-    return min(int(size / (_MEAN * sample_bytes(config, shape))), most)
+    return min(size // sample_bytes(config, shape, _MEAN), most)
 
 
 def _rows(config: CommonConfig) -> int:
@@ -43,11 +43,12 @@ def _rows(config: CommonConfig) -> int:
     return min(config.serving.max_rows, max(1, config.samples_per_round // config.serving.num_replicas))
 
 
-def sample_bytes(config: CommonConfig, shape: ModelShape) -> int:
-    """Keys and values of one sample of `serving.max_context` on each of a replica's GPUs."""
+def sample_bytes(config: CommonConfig, shape: ModelShape, written: float = 1.0) -> int:
+    """Keys, values and states of one sample of that part of `serving.max_context` on each of a replica's GPUs."""
     parallel = config.serving.vllm.tensor_parallel_size if config.serving.expected_engine == "vllm" else 1
     shares = min(parallel, shape.text.kv_heads)  # a head is never cut: more GPUs than key heads hold some twice
-    return config.serving.max_context * shape.kv_bytes_per_token(ELEMENT[config.model.dtype]) // shares
+    tokens = int(written * config.serving.max_context)
+    return tokens * shape.kv_bytes_per_token(ELEMENT[config.model.dtype]) // shares + shape.text.state // parallel
 
 
 def _served_weights(config: CommonConfig, shape: ModelShape, parallel: int = 1) -> Part:

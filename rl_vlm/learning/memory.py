@@ -72,7 +72,7 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
     # Inputs that layers share are kept once; the attention's output is kept already.
     shared = [adapted.keys() & {"q_proj", "k_proj", "v_proj"}, adapted.keys() & {"gate_proj", "up_proj"}]
     inputs = sum(map(bool, shared)) * text.hidden + ("down_proj" in adapted) * text.width
-    return norms + element * (kept + inputs + rank * len(adapted))
+    return norms + element * (kept + inputs + rank * len(adapted) + text.state_inputs // text.layers)
 
 
 def _activations(config: PolicyConfig, shape: ModelShape, element: int, recomputed: int) -> Part:

@@ -59,6 +59,10 @@ REPORTS: dict[str, tuple[int, tuple[str, ...], Callable[[Report, Rows], list[boo
             *(0 <= row[key] <= 1 for row in report["rows"] for key in ("first", "median", "after", "share", "sampled_formed")),
         ],
     ),
+    "against": (  # this checkout is the other one, too
+        880, (str(ROOT), "--quick"),
+        lambda report, rows: [len(report["ratios"]) == 3, *(row["median"] > 0 for row in report["rows"])],
+    ),
     "host_memory": (  # it stays flat on episodes full of images
         1150, (),
         lambda report, rows: [

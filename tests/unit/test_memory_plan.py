@@ -22,7 +22,7 @@ from transformers import (
 
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
-from rl_vlm.engines.memory import KV, kv_cache_bytes, max_kv_tokens, replica_parts
+from rl_vlm.engines.memory import KV, kv_cache_bytes, max_kv_tokens, replica_parts, sample_bytes
 from rl_vlm.engines.vllm_limits import CPU_HEADS, check_kernels
 from rl_vlm.learning.memory import layer_bytes_per_token, recomputed_layers
 from rl_vlm.models.families import generic
@@ -394,6 +394,17 @@ def test_a_model_of_another_family_fits_the_card_that_the_docs_name(
     config = str(CONFIGS / f"{OTHERS[name]['recipe']}.yaml")
     assert cli.run(["plan", config, f"model.path={tmp_path}", "--gpu-gib", OTHERS[name]["gpu_gib"], "--json"]) == 0
     assert round(json.loads(capsys.readouterr().out)["parameters"] / 1e9, 2) == OTHERS[name]["billions"]
+
+
+def test_linear_attention_keeps_a_state_of_each_sample_and_more_for_its_gradient() -> None:
+    """Qwen3.5-4B: 24 of 32 layers have 32 heads of 128 × 128 and a convolution of 8,192 channels over 4 tokens."""
+    run, shape = recipe("geo3k_qwen35_4b"), shape_of_config(OTHERS["Qwen3.5-4B"]["config"])
+    state, keys = 24 * 4 * (32 * 128 * 128 + 8192 * 3), 8 * 2 * 4 * 256 * 2
+    assert sample_bytes(run, shape) == 4096 * keys + state and shape.kv_bytes_per_token(2) == keys
+    assert sample_bytes(run, shape, 0.25) == 1024 * keys + state
+    with_states = layer_bytes_per_token(shape, 2, 32, "all")
+    shape.text.state_inputs = 0
+    assert with_states - layer_bytes_per_token(shape, 2, 32, "all") > 64 << 10  # at least 3/4 of 44,000 numbers
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.shape import Linear, ModelShape, TextShape, TowerShape
 from rl_vlm.models.modules import empty_model, text_model, towers
+from rl_vlm.models.recurrence import recurrent_layers
 from rl_vlm.types import UserInputError
 
 
@@ -30,6 +31,9 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     """The shape of a model with this config.json. Raises UserInputError for a type that transformers does not know."""
     read = family_of(str(config.get("model_type"))).shape
     return count_shape(config) if read is None else read(config)
+
+
+_CHUNK = 64  # tokens that a kernel for gated delta networks takes at once
 
 
 class _Counted(BaseModel):
@@ -73,6 +77,7 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
     linears = {side: [Linear(*key, copies) for key, copies in found.items()] for side, found in parts.items()}
     sizes = {side: sum(p.numel() for part in of for p in part.parameters()) for side, of in
              ((True, [text_model(model)]), (False, towers(model)))}  # fmt: skip
+    recurrent = recurrent_layers(text_model(model))
     # As a dictionary: of what differs from layer to layer a configuration gives no attribute.
     values = text.to_dict()
     embedding, heads = values["vocab_size"] * values["hidden_size"], values["num_attention_heads"]
@@ -86,6 +91,7 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
             "intermediate_size": values.get("intermediate_size") or values["hidden_size"],
             "vocab_size": values["vocab_size"], "head_norms": True,
             "counted": linears[True], "total": sizes[True] - embedding,
+            "state": sum(map(_state_bytes, recurrent)), "state_inputs": sum(map(_state_inputs, recurrent)),
         }),
         CountedTower.model_validate({
             "hidden_size": vision_width,
@@ -97,6 +103,19 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
         }),
         bool(settings.tie_word_embeddings),
     )  # fmt: skip
+
+
+def _state_bytes(layer: Any) -> int:
+    """In float32: the state, and the inputs that the convolution has behind it."""
+    state = layer.num_v_heads * layer.head_k_dim * layer.head_v_dim
+    return 4 * int(state + layer.conv1d.in_channels * (layer.conv1d.kernel_size[0] - 1))
+
+
+def _state_inputs(layer: Any) -> int:
+    """Of a token: the convolution's inputs and outputs, keys, queries and values of all heads with the chunk's row of
+    their products, and the norm's inputs, which are float32, with its gate and what it hands on."""
+    keys, values = layer.num_v_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
+    return int(2 * layer.conv1d.in_channels + 2 * keys + values + layer.num_v_heads * _CHUNK + 6 * values)
 
 
 def _side(size: Any) -> int:
