@@ -36,7 +36,7 @@ from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_lo
 
 RATE, RISE, FALL = 2e-3, 300, 0.2  # the highest learning rate, steps until it, and the share of steps in which it falls
 SEEING = 0.3  # of the steps are for the tower alone
-EARLY = 0.45  # until this share of the steps come early lessons
+EARLY = 0.4  # until this share of the steps come early lessons
 MOSAICS = 0.3  # of the pictures later on, so that the tower keeps what it sees; with 0.125 it forgot letters
 LENGTHS = (40, 64, 96, 144, 220)  # tokens: rows of similar length share a forward pass, so that little is padding
 LOG_EVERY = 50
