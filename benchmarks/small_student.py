@@ -1,4 +1,4 @@
-"""Write a tiny model of less than half the size of `tiny`, with its tokenizer and its lessons: a student of another shape.
+"""Write a tiny model of less than half the size of `tiny`, with its tokenizer and lessons: a student of another shape.
 
     python benchmarks/small_student.py FOLDER
 
