@@ -57,6 +57,12 @@ def keeps_states(folder: Path) -> bool:
     return any(not kind.endswith("_attention") or kind == "linear_attention" for kind in kinds)
 
 
+def recurrent_layers(text: Any) -> list[Any]:
+    """The layers of linear attention in a language model (see recurrence.py)."""
+    found = (getattr(module, "linear_attn", None) for module in text.modules())
+    return [layer for layer in found if hasattr(layer, "conv1d")]
+
+
 def text_model(model: Any) -> Any:
     """The language model's own module, without its head."""
     return model.model.language_model if hasattr(model.model, "language_model") else model.model.text_model

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
@@ -72,12 +72,6 @@ def attend_segments(layer: Any, hidden_states: Tensor, segments: SegmentLayout |
         joined = torch.cat(pieces)
         rows.append(functional.pad(joined, (0, 0, 0, row.shape[1] - len(joined)))[None])
     return torch.cat(rows)
-
-
-def recurrent_layers(text: nn.Module) -> list[Any]:
-    """Those of a language model that `share_states` takes."""
-    found = (getattr(module, "linear_attn", None) for module in text.modules())
-    return [layer for layer in found if hasattr(layer, "conv1d")]
 
 
 def share_states(layers: Iterable[Any]) -> None:

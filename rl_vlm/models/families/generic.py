@@ -21,8 +21,8 @@ from transformers import AttentionInterface
 from rl_vlm.models.attention import NAME, SegmentLayout, dense_mask, segment_attention, takes_sequences
 from rl_vlm.models.images import ImageLayout, ReadAhead
 from rl_vlm.models.kernels import wide_product
-from rl_vlm.models.modules import HeadDType, text_model, towers
-from rl_vlm.models.recurrence import recurrent_layers, share_states
+from rl_vlm.models.modules import HeadDType, recurrent_layers, text_model, towers
+from rl_vlm.models.recurrence import share_states
 from rl_vlm.types import EncodedImage, RLVLMError
 
 CACHE_BYTES = 256 << 20

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 
 from rl_vlm.models.families import family_of
 from rl_vlm.models.memory.shape import Linear, ModelShape, TextShape, TowerShape
-from rl_vlm.models.modules import empty_model, text_model, towers
-from rl_vlm.models.recurrence import recurrent_layers
+from rl_vlm.models.modules import empty_model, recurrent_layers, text_model, towers
 from rl_vlm.types import UserInputError
 
 
