@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MAX_CALLS = 16  # in one answer: a greedy sample may repeat itself without end
 _REMEMBERED = 64  # grammars
 _SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')  # a text or a pattern in Lark
+_MARK = re.compile(r"(<[^<>\s]+>)")  # what may be an added token
+_CLASS, _GROUP = re.compile(r"\\.|\[\^?\]?[^\]]*\]"), re.compile(r"\([^()]*\)")  # in patterns
 
 
 class Grammars:
@@ -42,7 +45,7 @@ class Grammars:
             tokens = choice_tokens(sampling, codec.encode_text, codec.decode)
             answer = " | ".join(" ".join(f"<[{token}]>" for token in choice) for choice in tokens)
         elif sampling.grammar is not None:
-            answer = as_lark(sampling.grammar)
+            answer = as_lark(sampling.grammar, codec.token_id)
         elif sampling.max_thought_tokens is not None:
             answer = "<[*]>*"
         else:
@@ -78,8 +81,12 @@ class Grammars:
         return LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
 
 
-def as_lark(grammar: Grammar) -> str:
-    """The right-hand side of a rule. Raises UserInputError."""
+def as_lark(grammar: Grammar, token_id: Callable[[str], int | None]) -> str:
+    """The right-hand side of a rule. Raises UserInputError.
+
+    Added tokens such as <tool_call> stand for themselves: in texts and patterns llguidance would neither take them nor
+    their letters.
+    """
     if grammar.kind == "json_schema":
         return _json(grammar.text)
     if grammar.kind == "calls":
@@ -88,13 +95,42 @@ def as_lark(grammar: Grammar) -> str:
         return f'%lark {{\nstart: "[" call {more} "]"\ncall: {call_lark(asked["tools"], "parameters")}\n}}'
     if grammar.kind == "regex":
         pattern = _SLASH.sub(r"\1\\/", grammar.text).replace("\n", r"\n")
-        return f"/{pattern}/"
+        return _with_tokens(f"/{pattern}/", token_id)
     from llguidance import grammar_from
 
     try:
-        return f"%lark {{\n{grammar_from('grammar', grammar.text)}\n}}"
+        text = grammar_from("grammar", grammar.text)
+        if "%json" not in text:  # whose texts are a schema's
+            text = _LITERAL.sub(lambda one: _with_tokens(one.group(), token_id), text)
+        return f"%lark {{\n{text}\n}}"
     except (ValueError, RecursionError) as error:
         raise UserInputError(f"The grammar cannot be read: {sentence(error)}.") from error
+
+
+def _with_tokens(literal: str, token_id: Callable[[str], int | None]) -> str:
+    """A text or pattern of Lark as a sequence in which added tokens stand alone. Raises UserInputError where a pattern
+    has one within a group or an alternative."""
+    quote, parts = literal[0], _MARK.split(literal[1:-1])
+    ids = [token_id(part.replace("\\", "")) for part in parts]
+    if not any(number is not None for number in ids):
+        return literal
+    sides = [part for part, number in zip(parts, ids, strict=True) if number is None and part]
+    if quote == "/" and not all(map(_stands_alone, sides)):
+        raise UserInputError(
+            f"The pattern {literal} has a token of the model within a group or an alternative, or repeated: write it "
+            "as a grammar in Lark, where a token is a part of its own, as in <tool_call> /[a-z]+/ </tool_call>."
+        )
+    whole = zip(parts, ids, strict=True)
+    found = (f"{quote}{part}{quote}" if number is None else f"<[{number}]>" for part, number in whole if part)
+    return f"({' '.join(found)})"
+
+
+def _stands_alone(pattern: str) -> bool:
+    """Whether a part of a pattern means the same when the others are written apart."""
+    bare, groups = _CLASS.sub("x", pattern), 1
+    while groups:
+        bare, groups = _GROUP.subn("x", bare)
+    return not re.search(r"^[*+?{]|[()|]", bare)
 
 
 def _json(schema: str) -> str:

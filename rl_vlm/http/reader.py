@@ -118,7 +118,8 @@ class RequestReader:
             return grammar
         free, functions = {"type": "object"}, [tool.function for tool in body.tools]
         schemas = {one.name: free if one.parameters and not strict else one.arguments_schema for one in functions}
-        start = f"form | call{{1,{MAX_CALLS}}}\nform: {as_lark(grammar)}" if grammar else "(/(?s:.+)/ | call)*"
+        form = as_lark(grammar, codec.token_id) if grammar else ""
+        start = f"form | call{{1,{MAX_CALLS}}}\nform: {form}" if form else "(/(?s:.+)/ | call)*"
         inside = f"/\\s?/ ({call_lark(schemas, 'arguments')}) /\\s?/"
         return Grammar("grammar", f"start: {start}\ncall: <[{marks[0]}]> {inside} <[{marks[1]}]> /\\s?/")
 

@@ -237,6 +237,37 @@ def test_a_bad_pattern_gets_one_sentence_that_says_why(text: TextSide, pattern: 
     assert str(caught.value).endswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("kind", "grammar", "said"),
+    [
+        ("regex", "<tool_call>[ab]{2}</tool_call>", "<tool_call>ba</tool_call>"),
+        ("regex", r"(yes|no) <think>\n(x|\(y)", "no <think>\n(y"),
+        ("grammar", 'start: "none" | "<tool_call>\\"a\\"</tool_call>"', '<tool_call>"a"</tool_call>'),
+        ("grammar", 'start: one+\none: /<tool_call>[0-9]+/ "</tool_call>"', "<tool_call>7</tool_call><tool_call>12</tool_call>"),
+    ],
+)  # fmt: skip
+def test_a_form_may_hold_the_model_s_own_tokens(
+    text: TextSide, decoder: Decoder, kind: Any, grammar: str, said: str
+) -> None:
+    codec = text.codec
+    ids: list[int | None] = []
+    for part in regex.split("(</?tool_call>|<think>)", said):
+        own = codec.token_id(part)
+        ids += codec.encode_text(part).tolist() if own is None else [own]
+    asked = SamplingParams(1, grammar=Grammar(kind, grammar))
+    matcher, other = Grammars(text).matcher(asked), Grammars(text).matcher(asked)
+    assert matcher is not None and all(matcher.consume_token(number) for number in ids) and matcher.is_accepting()
+    assert other is not None and not other.consume_token(codec.token_id("<think>"))
+    (answer,) = run(decoder, ask(text, kind, grammar))
+    assert len(answer.samples[0].token_ids) > 1  # it does not end at the token
+
+
+@pytest.mark.parametrize("pattern", ["(<tool_call>a)?", "a|<tool_call>b", "<tool_call>+", "<tool_call>{2}x"])
+def test_a_pattern_with_a_token_in_a_group_gets_one_sentence(text: TextSide, pattern: str) -> None:
+    with pytest.raises(UserInputError, match=r"write it as a grammar in Lark"):
+        Grammars(text).lark(SamplingParams(1, grammar=Grammar("regex", pattern)))
+
+
 def test_rows_with_and_without_grammars_run_together_and_penalties_hold(text: TextSide, decoder: Decoder) -> None:
     free = request(text, ["Which?"], name="free", max_new_tokens=20, temperature=0.0)
     asked = ask(text, "grammar", 'start: "ab" | "cd"', name="bound", temperature=0.0)
