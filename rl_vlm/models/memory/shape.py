@@ -71,9 +71,7 @@ class TextShape(BaseModel):
     attention_bias: bool = False
     head_norms: bool
     state: int = 0  # bytes that layers of linear attention keep of a sample, however long it is
-    state_inputs: int = (
-        0  # numbers of a token that these layers keep for their backward pass, all together; an estimate
-    )
+    state_inputs: int = 0  # numbers of a token that they keep for their backward pass, all together; an estimate
 
     def linears(self) -> Iterator[Linear]:
         """The linear layers that can be adapted."""
